@@ -1,0 +1,1 @@
+"""The HTTP surface and the command line."""

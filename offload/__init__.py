@@ -1,0 +1,1 @@
+"""KV tiers below the device: keys, buffers and budgets; never requests or models."""
