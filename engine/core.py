@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from engine.load_policy import LoadChooser
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.request import Request, RequestState
-from engine.sampler import Sampled, SampleRow
+from engine.sampler import Sampled, SampleRow, Unsampled
 from engine.scheduler import ScheduledRequest, Scheduler
 from engine.stats import EngineStats
 from engine.step import PromptLogprobRows, SequenceInput, StepInput, StepOutput
@@ -257,8 +257,8 @@ class EngineCore:
     def _advance(
         self,
         scheduled: ScheduledRequest,
-        draws: list[Sampled],
-        prompt_logprobs: list[TokenLogprobs],
+        draws: Sequence[Sampled | Unsampled],
+        prompt_logprobs: Sequence[TokenLogprobs],
     ) -> None:
         """Count what the pass confirmed, append what it drew, end or go on.
 
@@ -268,17 +268,18 @@ class EngineCore:
         """
         request, drafts = scheduled.request, scheduled.draft_token_ids
         live = self._live[request.request_id]
-        broken = next((draw.error for draw in draws if draw.error is not None), None)
-        if broken is not None:
-            self._finish(live, FinishReason.ERROR, error=broken)
+        tokens = [draw.token_id if isinstance(draw, Sampled) else None for draw in draws]
+        num_accepted = accept(drafts, tokens) if drafts else 0
+        kept = [draw for draw in draws[: num_accepted + 1] if isinstance(draw, Sampled)]
+        broken = next((d for d in draws[: num_accepted + 1] if isinstance(d, Unsampled)), None)
+        if broken is not None:  # logits that are no numbers: what the pass wrote proves nothing
+            self._finish(live, FinishReason.ERROR, error=broken.error)
             return
         request.prompt_logprobs.extend(prompt_logprobs)
-        tokens = [draw.token_id for draw in draws]
-        num_accepted = accept(drafts, tokens) if drafts else 0
         request.num_computed_tokens += scheduled.num_rows - len(drafts) + num_accepted
         self._count_drafts(drafts, num_accepted)
-        if draws:
-            self._append(live, draws[: num_accepted + 1])
+        if kept:
+            self._append(live, kept)
         elif request.num_uncomputed_tokens == 0:
             self._finish(live, FinishReason.LENGTH)  # max_tokens 0: prefill was all
         else:

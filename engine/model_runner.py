@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention import PagedBatch
+from engine.distribution import PoisonedLogits
 from engine.kv_cache import KVCache
 from engine.outputs import TokenLogprobs
-from engine.sampler import Sampled, SampleRow, prompt_logprobs, sample
+from engine.sampler import Sampled, SampleRow, Unsampled, prompt_logprobs, sample
 from engine.step import SequenceInput, StepInput, StepOutput
 from offload.manager import CopyIn, CopyOut
 
@@ -32,8 +33,8 @@ class PackedInput:
     position_ids: Tensor  # int64 [1, T]
     logit_rows: Tensor  # int64 [L], ascending
     batch: PagedBatch
-    sample_slices: Sequence[slice]  # per sequence, into the L logits rows
-    prompt_slices: Sequence[slice]
+    sampled_rows: Tensor  # int64, which of the L rows draw a token
+    prompt_slices: Sequence[slice]  # per sequence, which of the L rows predict its prompt
 
 
 class ModelRunner:
@@ -53,34 +54,32 @@ class ModelRunner:
             return StepOutput()
         started = time.perf_counter()
         try:
-            draws, prompt = self._forward(step.sequences)
+            output = self._forward(step.sequences)
         except Exception as error:  # whatever a model raises ends these requests, not the engine
             return StepOutput(error=error, seconds=time.perf_counter() - started)
-        return StepOutput(draws, prompt, time.perf_counter() - started)
+        return dataclasses.replace(output, seconds=time.perf_counter() - started)
 
     @torch.inference_mode()
-    def _forward(
-        self, sequences: Sequence[SequenceInput]
-    ) -> tuple[list[list[Sampled]], list[list[TokenLogprobs]]]:
+    def _forward(self, sequences: Sequence[SequenceInput]) -> StepOutput:
         packed = self.pack(sequences)
         logits = self.logits(packed)
-        rows: list[SampleRow] = []
-        sample_rows: list[Tensor] = []
-        for sequence, where in zip(sequences, packed.sample_slices, strict=True):
-            rows.extend(sequence.sample_rows)
-            sample_rows.append(logits[where])
-        sampled = sample(torch.cat(sample_rows), rows) if rows else []
-        draws: list[list[Sampled]] = []
+        rows = [row for sequence in sequences for row in sequence.sample_rows]
+        sampled = sample(logits[packed.sampled_rows], rows) if rows else []
+        draws: list[list[Sampled | Unsampled]] = []
         prompt: list[list[TokenLogprobs]] = []
         taken = 0
         for sequence, where in zip(sequences, packed.prompt_slices, strict=True):
-            draws.append(sampled[taken : taken + len(sequence.sample_rows)])
-            taken += len(sequence.sample_rows)
-            wanted = sequence.prompt_logprobs
-            prompt.append(
-                prompt_logprobs(logits[where], wanted.next_ids, wanted.num_top) if wanted else []
-            )
-        return draws, prompt
+            own = sampled[taken : taken + len(sequence.sample_rows)]
+            taken += len(own)
+            wanted, known = sequence.prompt_logprobs, []
+            if wanted is not None:
+                try:
+                    known = prompt_logprobs(logits[where], wanted.next_ids, wanted.num_top)
+                except PoisonedLogits as error:
+                    own = [Unsampled(str(error))]
+            draws.append(own)
+            prompt.append(known)
+        return StepOutput(draws, prompt)
 
     @torch.inference_mode()
     def logits(self, packed: PackedInput) -> Tensor:
@@ -119,7 +118,7 @@ class ModelRunner:
         positions = np.arange(query_start[-1]) - query_start[owner] + starts[owner]
         slots = tables[owner, positions // self._block_size].astype(np.int64) * self._block_size
         slots += positions % self._block_size
-        logit_rows, sample_slices, prompt_slices = _logit_rows(sequences, query_start)
+        logit_rows, sampled_rows, prompt_slices = _logit_rows(sequences, query_start)
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences])
         return PackedInput(
             input_ids=self._tensor(tokens)[None],
@@ -132,7 +131,7 @@ class ModelRunner:
                 slot_mapping=self._tensor(slots),
                 kv=self._kv,
             ),
-            sample_slices=sample_slices,
+            sampled_rows=self._tensor(sampled_rows),
             prompt_slices=prompt_slices,
         )
 
@@ -153,10 +152,10 @@ class ModelRunner:
 
 def _logit_rows(
     sequences: Sequence[SequenceInput], query_start: np.ndarray
-) -> tuple[np.ndarray, list[slice], list[slice]]:
+) -> tuple[np.ndarray, np.ndarray, list[slice]]:
     """Which packed rows need logits: of each sequence first the prompt's, then the sampled ones."""
     rows: list[int] = []
-    sample_slices: list[slice] = []
+    sampled: list[int] = []
     prompt_slices: list[slice] = []
     for index, sequence in enumerate(sequences):
         begin, end = int(query_start[index]), int(query_start[index + 1])
@@ -165,7 +164,6 @@ def _logit_rows(
         if wanted:
             rows.extend(range(begin + wanted.first, begin + wanted.first + len(wanted.next_ids)))
         prompt_slices.append(slice(first, len(rows)))
-        first = len(rows)
+        sampled.extend(range(len(rows), len(rows) + len(sequence.sample_rows)))
         rows.extend(range(end - len(sequence.sample_rows), end))
-        sample_slices.append(slice(first, len(rows)))
-    return np.array(rows, dtype=np.int64), sample_slices, prompt_slices
+    return np.array(rows, dtype=np.int64), np.array(sampled, dtype=np.int64), prompt_slices

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.outputs import TokenLogprobs
-from engine.sampler import Sampled, SampleRow
+from engine.sampler import Sampled, SampleRow, Unsampled
 from offload.manager import CopyIn, CopyOut
 
 
@@ -43,7 +43,7 @@ class StepInput:
 class StepOutput:
     """`draws[i]` are the target's own tokens for sequence i's sample rows."""
 
-    draws: Sequence[Sequence[Sampled]] = ()
+    draws: Sequence[Sequence[Sampled | Unsampled]] = ()
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     seconds: float = field(default=0.0)  # of the pass alone, without copies
     error: Exception | None = None  # the pass failed; the copies had been made
