@@ -98,13 +98,15 @@ def _assemble_on_torch_thread(
     import torch  # the heaviest import; it belongs to this thread like everything torch does
 
     from engine import attention
+    from engine.kernels import load_kernels
     from engine.kv_cache import KVCache
     from engine.model_loader import load_model
     from engine.model_runner import ModelRunner
     from engine.self_test import check_model
 
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    attention.register(config.cache_dir)
+    attention.register()
+    kernels = load_kernels(config.cache_dir)
     loaded = load_model(config, progress)
     info = loaded.info
     layout = KVLayout(
@@ -117,7 +119,7 @@ def _assemble_on_torch_thread(
     num_blocks = _num_blocks(config, layout.block_bytes)
     device = next(loaded.model.parameters()).device
     cache = KVCache(num_blocks, layout, device)
-    runner = ModelRunner(loaded.model, cache, config.block_size, device)
+    runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size)
     progress("self-test", 0.0)
     check_model(loaded, runner, config.block_size, num_blocks)
     fingerprint = kv_fingerprint(

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.attention import PagedBatch
+from engine.kernels import Kernels
 from engine.distribution import PoisonedLogits
 from engine.kv_cache import KVCache
 from engine.outputs import TokenLogprobs
+from engine.paged_batch import PagedBatch
 from engine.sampler import Sampled, SampleRow, Unsampled, prompt_logprobs, sample
 from engine.step import SequenceInput, StepInput, StepOutput
 from offload.manager import CopyIn, CopyOut
@@ -40,11 +41,20 @@ class PackedInput:
 class ModelRunner:
     """Runs steps. Every method is called on the torch thread alone."""
 
-    def __init__(self, model: nn.Module, kv: KVCache, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kv: KVCache,
+        kernels: Kernels | None,
+        vocab_size: int,
+    ) -> None:
+        """`kernels` None: attention by the plain reference."""
         self._model = model
         self._kv = kv
-        self._block_size = block_size
-        self._device = device
+        self._kernels = kernels
+        self._vocab_size = vocab_size
+        self._block_size = kv.layout.block_size
+        self._device = kv.device
 
     def execute(self, step: StepInput) -> StepOutput:
         """Copies always happen; a failing pass is returned as `StepOutput.error`."""
@@ -92,7 +102,8 @@ class ModelRunner:
             logits_to_keep=packed.logit_rows,
             paged=packed.batch,
         )
-        logits: Tensor = output.logits[0]
+        # Some models pad the vocabulary; a padding id must never be drawn.
+        logits: Tensor = output.logits[0, :, : self._vocab_size]
         return logits.float()
 
     @staticmethod
@@ -125,11 +136,12 @@ class ModelRunner:
             position_ids=self._tensor(positions)[None],
             logit_rows=self._tensor(logit_rows),
             batch=PagedBatch(
-                query_start=self._tensor(query_start),
-                context_len=self._tensor((starts + lengths).astype(np.int32)),
-                block_tables=self._tensor(tables),
-                slot_mapping=self._tensor(slots),
+                query_start=torch.from_numpy(query_start),
+                context_len=torch.from_numpy((starts + lengths).astype(np.int32)),
+                block_tables=torch.from_numpy(tables),
+                slot_mapping=torch.from_numpy(slots),
                 kv=self._kv,
+                kernels=self._kernels,
             ),
             sampled_rows=self._tensor(sampled_rows),
             prompt_slices=prompt_slices,
