@@ -140,20 +140,22 @@ class Scheduler:
         return plan
 
     def _schedule_decodes(self) -> list[ScheduledRequest]:
-        plan: list[ScheduledRequest] = []
+        """Everybody's next token first; drafts only with rows and blocks nobody else wants."""
         decoding = sorted((r for r in self.running if r.is_decoding), key=lambda r: r.sort_key)
-        spare_rows = max(0, self.limits.max_num_batched_tokens - len(decoding))
-        for request in decoding:
-            if request.state is not RequestState.RUNNING:
-                continue  # preempted for the sake of one ahead of it
-            drafts = request.draft_token_ids[:spare_rows]
-            request.draft_token_ids = []
-            if drafts and not self.kv.grow(request, request.num_tokens + len(drafts)):
-                drafts = []  # a guess is not worth somebody else's blocks
-            if not self._make_room(request):
-                continue
-            spare_rows -= len(drafts)
-            plan.append(ScheduledRequest(request, 1 + len(drafts), drafts))
+        plan = [
+            ScheduledRequest(request, num_rows=1)
+            for request in decoding
+            # One ahead of it may have preempted it meanwhile.
+            if request.state is RequestState.RUNNING and self._make_room(request)
+        ]
+        spare_rows = max(0, self.limits.max_num_batched_tokens - len(plan))
+        for scheduled in plan:
+            request = scheduled.request
+            drafts, request.draft_token_ids = request.draft_token_ids[:spare_rows], []
+            if drafts and self.kv.grow(request, request.num_tokens + len(drafts)):
+                spare_rows -= len(drafts)
+                scheduled.num_rows += len(drafts)
+                scheduled.draft_token_ids = drafts
         return plan
 
     def _make_room(self, request: Request) -> bool:

@@ -176,12 +176,15 @@ def test_drafts_are_rows_and_rejected_ones_are_not_computed() -> None:
 
 
 def test_drafts_never_cause_preemption() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    first, second = make_request(7, max_tokens=2), make_request(7, max_tokens=2)
+    """The pool has one spare block, which the other request needs for its next token."""
+    scheduler = make_scheduler(num_blocks=6)
+    first, second = make_request(7, max_tokens=9), make_request(7, max_tokens=9)
     scheduler.add(first)
     scheduler.add(second)
-    run_pass(scheduler, scheduler.schedule())
-    first.draft_token_ids = [1, 2, 3, 4]  # would need a third block
+    for _ in range(2):  # 7 prompt tokens, then the eighth position: both blocks of both are full
+        run_pass(scheduler, scheduler.schedule())
+    assert scheduler.kv.pool.num_available == 2
+    first.draft_token_ids = [1, 2, 3, 4]  # a third block holds three of them, a fourth the rest
     plan = scheduler.schedule()
     assert rows(plan) == {first.request_id: 1, second.request_id: 1}
     assert scheduler.num_preemptions == 0
