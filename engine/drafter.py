@@ -92,14 +92,15 @@ def load_drafter(spec: str, *, vocab_size: int, max_tokens: int) -> Drafter | No
             raise StartupError(
                 f"--speculative {spec}: {class_name} needs a plain (not async) method {method}"
             )
-    build: Callable[..., Drafter] = drafter_class
+    build: Any = drafter_class
     try:
-        return build(vocab_size=vocab_size, max_tokens=max_tokens)
+        drafter: Drafter = build(vocab_size=vocab_size, max_tokens=max_tokens)
     except (Exception, SystemExit) as error:
         raise StartupError(
             f"--speculative {spec}: {class_name}(vocab_size={vocab_size}, max_tokens={max_tokens}) "
             f"failed with {_one_line(error)}; mend the class or choose 'off'"
         ) from error
+    return drafter
 
 
 class DraftFailure(StrEnum):

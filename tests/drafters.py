@@ -122,8 +122,10 @@ class SlowDrafter(OracleDrafter):
         super().__init__(vocab_size=vocab_size, max_tokens=max_tokens)
         self.release = threading.Event()
         self.entered = 0
+        self.has_entered = threading.Event()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         self.entered += 1
+        self.has_entered.set()
         self.release.wait()
         return super().propose(contexts)

@@ -64,9 +64,10 @@ def reference_probabilities(logits, params) -> list[float]:
     kept = []
     for i in order:
         mass = math.fsum(weights[j] for j in kept) / total
-        assume(params.top_p == 1.0 or abs(mass - params.top_p) > 1e-5)
-        if mass >= params.top_p:
-            break
+        if params.top_p < 1.0:
+            assume(abs(mass - params.top_p) > 1e-5)
+            if mass > params.top_p:
+                break
         kept.append(i)
     total = math.fsum(weights[i] for i in kept)
     return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
@@ -79,8 +80,8 @@ def assert_draws_from(probabilities, logits, params) -> None:
     for token_id, probability in enumerate(probabilities):
         high = low + probability
         if probability > 4 * margin:
-            assert draw(logits, params, low + margin if low else 0.0) == token_id
-            assert draw(logits, params, min(high, 1.0) - margin) == token_id
+            assert draw(logits, params, low + margin) == token_id
+            assert draw(logits, params, high - margin) == token_id
         low = high
     assert probabilities[draw(logits, params, 1.0 - 2.0**-53)] > 0
 
