@@ -9,8 +9,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from api.cli.app import run
 from own_server import own_server
+
+from api.cli.app import run
 
 
 def main(defaults: Sequence[str] = ()) -> int:

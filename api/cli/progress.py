@@ -37,10 +37,12 @@ class LoadProgress:
     def _draw(self, phase: str, percent: float) -> None:
         if self._bar is None:
             layout = "{desc:<24} {percentage:3.0f}% |{bar}| {elapsed}"
-            self._bar = tqdm(total=100.0, bar_format=layout, leave=False, file=sys.stderr)
-        if phase != self._phase:
-            self._bar.reset()
+            self._bar = tqdm(
+                desc=phase, total=100.0, bar_format=layout, leave=False, file=sys.stderr
+            )
+        elif phase != self._phase:
             self._bar.set_description_str(phase, refresh=False)
+            self._bar.reset()
         self._bar.update(percent - self._bar.n)
 
     def _log(self, phase: str, percent: float) -> None:

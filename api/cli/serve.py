@@ -30,8 +30,16 @@ def serve(options: ServeOptions) -> int:
     logs.configure(options.log_level, options.log_format)
     # First of all: whoever waits for the port sees it at once, and a taken one costs no load.
     listener = listen(options.host, options.port)
-    with listener:
-        _serve_on(listener, options, signals)
+    try:
+        with listener:
+            _serve_on(listener, options, signals)
+    except (StartupError, UsageError):
+        raise
+    except Exception as error:
+        logger.exception("The server could not start")
+        raise StartupError(
+            f"the server could not start: {type(error).__name__}: {error}; the lines above say where"
+        ) from error
     return 0
 
 
@@ -68,18 +76,10 @@ def _serve_on(listener: socket.socket, options: ServeOptions, signals: StopSigna
         if holder.engine is not None:
             announce_ready(holder.engine, url)
 
-    app = create_app(holder, server_settings(options))
-    try:
-        run_server(
-            app, holder, listener, signals, drain_timeout=options.drain_timeout, on_ready=on_ready
-        )
-    except (StartupError, UsageError):
-        raise
-    except Exception as error:
-        logger.exception("The engine could not start")
-        raise StartupError(
-            f"the engine could not start: {type(error).__name__}: {error}"
-        ) from error
+    app = create_app(server_settings(options), holder)
+    run_server(
+        app, holder, listener, signals, drain_timeout=options.drain_timeout, on_ready=on_ready
+    )
 
 
 def default_model() -> str:

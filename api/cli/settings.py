@@ -66,7 +66,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if named is None:
             raise UsageError(
                 f"unknown environment variable {variable}"
-                + _suggestion(variable, [*known, CONFIG_VARIABLE])
+                + _suggestion(variable, [*known, CONFIG_VARIABLE], prefix=ENV_PREFIX)
             )
         if named.option.many:
             texts = [text.strip() for text in raw.split(",")]
@@ -127,9 +127,11 @@ def _parse(named: NamedOption, text: str, where: str) -> Any:
         raise UsageError(f"{where} {error}") from error
 
 
-def _suggestion(word: str, candidates: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(candidates), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _suggestion(word: str, candidates: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean X?`, or nothing. `prefix`, common to all, must not count as likeness."""
+    bare = [candidate.removeprefix(prefix) for candidate in candidates]
+    close = difflib.get_close_matches(word.removeprefix(prefix), bare, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def format_config(options: ServeOptions) -> str:
