@@ -38,7 +38,7 @@ def serve(options: ServeOptions) -> int:
     except Exception as error:
         logger.exception("The server could not start")
         raise StartupError(
-            f"the server could not start: {type(error).__name__}: {error}; the lines above say where"
+            f"the server could not start: {type(error).__name__}: {error}; see the lines above"
         ) from error
     return 0
 

@@ -16,15 +16,43 @@ from api.cli.options import (
 
 README = Path(__file__).parents[2] / "README.md"
 
-CONTRACT = """--host --port --served-model-name --api-key --admin-key --cache-dir --device --dtype
---threads --max-model-len --block-size --kv-memory --kv-blocks --max-num-seqs
---max-num-batched-tokens --max-queue --cpu-tier --disk-tier --disk-tier-size --disk-tier-optional
---offload-prompt-only --load-policy --speculative --speculative-tokens --drain-timeout
---request-timeout --metrics-prefix --log-level --log-format --seed""".split()
+CONTRACT = {
+    "--host",
+    "--port",
+    "--served-model-name",
+    "--api-key",
+    "--admin-key",
+    "--cache-dir",
+    "--device",
+    "--dtype",
+    "--threads",
+    "--max-model-len",
+    "--block-size",
+    "--kv-memory",
+    "--kv-blocks",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--max-queue",
+    "--cpu-tier",
+    "--disk-tier",
+    "--disk-tier-size",
+    "--disk-tier-optional",
+    "--offload-prompt-only",
+    "--load-policy",
+    "--speculative",
+    "--speculative-tokens",
+    "--drain-timeout",
+    "--request-timeout",
+    "--metrics-prefix",
+    "--log-level",
+    "--log-format",
+    "--seed",
+}
 
 
 def test_the_flags_are_those_of_the_contract():
-    assert sorted(named.flag for named in OPTIONS) == sorted([*CONTRACT, "MODEL"])
+    assert [named.flag for named in OPTIONS if named.flag not in CONTRACT] == ["MODEL"]
+    assert len(OPTIONS) == len(CONTRACT) + 1
 
 
 def test_defaults_are_those_of_the_contract():
