@@ -54,7 +54,7 @@ async def answer(
         "object": writer.chunk_object if body.stream else writer.plain_object,
         "created": int(time.time()),
         "model": model_name,
-        "system_fingerprint": fingerprint,
+        "system_fingerprint": fingerprint[:16],
     }
     if body.stream:
         events = _events(generation, writer, head, body.stream_options or StreamOptions())

@@ -11,7 +11,7 @@ from api import errors
 from api.answering import answer
 from api.body import parse, read_json, schema_of
 from api.context import Context
-from api.generation import Choice, Generation, choices_of, sampling_params
+from api.generation import Choice, Generation, check_room, choices_of, sampling_params
 from api.logprobs import chat_logprobs
 from api.prompts import Prompt, check_length, encode_messages
 from api.protocol import ChatBody, check_stream_options
@@ -32,8 +32,9 @@ def router(context: Context) -> APIRouter:
         check_stream_options(body)
         _check(body)
         model_name = context.model_name(body.model)
+        check_room(engine, body.n)
         prompt = await encode_messages(engine, body.messages, body.add_special_tokens)
-        check_length(engine, len(prompt.token_ids), body.asked_max_tokens, "messages")
+        check_length(engine, len(prompt.token_ids), body, "messages")
         params = sampling_params(
             body,
             max_tokens=body.asked_max_tokens,

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from api.answering import answer
 from api.body import parse, read_json, schema_of
 from api.context import Context
-from api.generation import Choice, Generation, choices_of, sampling_params
+from api.generation import Choice, Generation, check_room, choices_of, sampling_params
 from api.logprobs import Position, completion_logprobs, positions
 from api.prompts import check_length, encode_prompt, parse_prompts
 from api.protocol import CompletionBody, check_stream_options
@@ -32,13 +32,12 @@ def router(context: Context) -> APIRouter:
         body = parse(CompletionBody, raw, context.metrics)
         check_stream_options(body)
         model_name = context.model_name(body.model)
-        prompts = [
-            await encode_prompt(engine, prompt, body.add_special_tokens)
-            for prompt in parse_prompts(body.prompt)
-        ]
+        given = parse_prompts(body.prompt)
+        check_room(engine, len(given) * body.n)
+        prompts = [await encode_prompt(engine, one, body.add_special_tokens) for one in given]
         asked = body.asked_max_tokens
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        check_length(engine, longest, asked, "prompt")
+        check_length(engine, longest, body, "prompt")
         room = engine.max_request_tokens - longest
         params = sampling_params(
             body,

@@ -83,6 +83,20 @@ def choices_of(
     ]
 
 
+def check_room(engine: AsyncEngine, num_sequences: int) -> None:
+    """Raises `ApiError` 400 where so many can never be taken at once, and `QueueFullError` where
+    they cannot now: before anything is tokenised, so that refusing stays cheap."""
+    most = engine.config.max_num_seqs + engine.config.max_queue
+    if num_sequences > most:
+        raise errors.invalid_request(
+            f"The request asks for {num_sequences} sequences (prompts times n), but this server "
+            f"takes at most {most} at once; split it.",
+            "n",
+            "too_many_sequences",
+        )
+    engine.check_capacity(num_sequences)
+
+
 class Generation:
     """The running engine requests of one HTTP request. Whoever starts it must `aclose` it."""
 

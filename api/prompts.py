@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from api import errors
-from api.protocol import ROLES, is_token_ids
+from api.protocol import ROLES, GenerationBody, is_token_ids
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
@@ -159,24 +159,26 @@ def check_token_ids(engine: AsyncEngine, token_ids: Sequence[int], param: str) -
 
 
 def check_length(
-    engine: AsyncEngine, num_prompt_tokens: int, max_tokens: int | None, param: str
+    engine: AsyncEngine, num_prompt_tokens: int, body: GenerationBody, prompt_field: str
 ) -> None:
     """Raises `ApiError` 400 with both numbers where prompt and answer cannot fit together.
 
-    `max_tokens` None stands for "what fits", which must be at least one token.
+    Without `max_tokens` the answer is what fits, which must be at least one token.
     """
     limit = engine.max_request_tokens
-    wanted = 1 if max_tokens is None else max_tokens
-    if num_prompt_tokens + wanted <= limit:
+    asked = body.asked_max_tokens
+    if num_prompt_tokens + (1 if asked is None else max(asked, 0)) <= limit:
         return
-    if max_tokens is None or num_prompt_tokens > limit:
+    if asked is None or num_prompt_tokens > limit:
+        param = prompt_field
         message = (
             f"The prompt has {num_prompt_tokens} tokens, but this server takes at most {limit} "
             "for prompt and answer together; shorten it."
         )
     else:
+        param = body.max_tokens_field
         message = (
-            f"The prompt has {num_prompt_tokens} tokens and max_tokens asks for {max_tokens} more, "
-            f"but this server takes at most {limit} together; shorten the prompt or ask for less."
+            f"The prompt has {num_prompt_tokens} tokens and {param} asks for {asked} more, but "
+            f"this server takes at most {limit} together; shorten the prompt or ask for less."
         )
     raise errors.invalid_request(message, param, "context_length_exceeded")

@@ -25,15 +25,23 @@ PATIENCE = 60.0  # seconds until a test gives up on something that takes millise
 
 
 class LiveServer:
-    """An app served by uvicorn in a thread of its own; `with` starts and stops it."""
+    """An app served by uvicorn in a thread of its own; `with` starts and stops it.
+
+    With `hold` it stays loading until `release` is called.
+    """
 
     def __init__(
-        self, config: EngineConfig, settings: ServerSettings = SETTINGS, *, host: str = "127.0.0.1"
+        self,
+        config: EngineConfig,
+        settings: ServerSettings = SETTINGS,
+        *,
+        host: str = "127.0.0.1",
+        hold: bool = False,
     ) -> None:
         self.config = config
         self.settings = settings
-        self.may_load = threading.Event()  # cleared, it keeps the server loading
-        self.may_load.set()
+        self._held = hold
+        self._released = asyncio.Event()
         self.holder = EngineHolder(self._load, on_failure=self._stop)
         self._socket = socket.create_server((host, 0))
         self.port = self._socket.getsockname()[1]
@@ -52,7 +60,8 @@ class LiveServer:
     async def _load(self, progress: ProgressFn) -> AsyncEngine:
         self._loop = asyncio.get_running_loop()
         progress("waiting", 12.5)
-        await asyncio.to_thread(self.may_load.wait)
+        if self._held:
+            await self._released.wait()
         return await AsyncEngine.from_config(self.config, progress=progress)
 
     def _stop(self) -> None:
@@ -60,15 +69,18 @@ class LiveServer:
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        if self.may_load.is_set():
+        if not self._held:
             self.wait_until(lambda: self.holder.engine is not None or not self._thread.is_alive())
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.may_load.set()
         self._stop()
         self.join()
         self._socket.close()
+
+    def release(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._released.set)
 
     def join(self) -> None:
         self._thread.join(PATIENCE)
