@@ -1,1 +1,3 @@
 """The HTTP surface and the command line."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,6 @@
+"""`python -m api` is `overwinter`."""
+
+from api.cli import main
+
+if __name__ == "__main__":
+    main()

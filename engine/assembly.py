@@ -1,0 +1,211 @@
+"""The composition root: from a configuration to the parts of a running engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from engine.block_hash import kv_fingerprint
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.drafter import GuardedDrafter, load_drafter
+from engine.errors import StartupError
+from engine.kv_cache_manager import KVCacheManager
+from engine.kv_layout import KVLayout
+from engine.load_policy import LoadChooser
+from engine.model_info import ModelInfo
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.tokenizer import Tokenizer
+from offload.cpu_tier import CpuTier
+from offload.disk_tier import DiskTier
+from offload.manager import OffloadManager
+from offload.tier import Tier, TierOpenError
+
+logger = logging.getLogger(__name__)
+
+ProgressFn = Callable[[str, float], None]
+KV_FORMAT_VERSION = 1
+KV_LAYOUT_NAME = "block,layer,kv,head,token,dim"
+
+
+class Wake:
+    """A late-bound callback: I/O threads exist before the loop that they wake."""
+
+    def __init__(self) -> None:
+        self._callback: Callable[[], None] | None = None
+
+    def bind(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+
+    def __call__(self) -> None:
+        if self._callback is not None:
+            self._callback()
+
+
+@dataclass(slots=True)
+class EngineParts:
+    info: ModelInfo
+    tokenizer: Tokenizer
+    fingerprint: bytes
+    block_bytes: int
+    kv: KVCacheManager
+    core: EngineCore
+    offload: OffloadManager
+    torch_thread: ThreadPoolExecutor
+    drafter: GuardedDrafter | None
+    wake: Wake
+
+    async def close(self) -> None:
+        """Stop threads and close tiers. The engine loop has ended before."""
+        await self.offload.close()
+        if self.drafter is not None:
+            self.drafter.close()
+        self.torch_thread.shutdown(wait=False, cancel_futures=True)
+
+
+async def assemble(config: EngineConfig, progress: ProgressFn) -> EngineParts:
+    """Load the model and build the engine. Raises `StartupError`; leaves no thread behind then."""
+    _check(config)
+    torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+    try:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            torch_thread, _assemble_on_torch_thread, config, progress, torch_thread
+        )
+    except BaseException:
+        torch_thread.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
+def _check(config: EngineConfig) -> None:
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise StartupError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than --max-num-seqs"
+            f" {config.max_num_seqs}: raise the first or lower the second"
+        )
+    if (config.kv_memory is None) == (config.kv_blocks is None):
+        raise StartupError("give either --kv-memory or --kv-blocks, not both and not neither")
+
+
+def _assemble_on_torch_thread(
+    config: EngineConfig, progress: ProgressFn, torch_thread: ThreadPoolExecutor
+) -> EngineParts:
+    progress("starting", 0.0)
+    import torch  # the heaviest import; it belongs to this thread like everything torch does
+
+    from engine import attention
+    from engine.kernels import load_kernels
+    from engine.kv_cache import KVCache
+    from engine.model_loader import load_model
+    from engine.model_runner import ModelRunner
+    from engine.self_test import check_model
+
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    attention.register()
+    kernels = load_kernels(config.cache_dir)
+    loaded = load_model(config, progress)
+    info = loaded.info
+    layout = KVLayout(
+        num_layers=info.num_layers,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        block_size=config.block_size,
+        dtype=info.dtype,
+    )
+    num_blocks = _num_blocks(config, layout.block_bytes)
+    device = next(loaded.model.parameters()).device
+    cache = KVCache(num_blocks, layout, device)
+    runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size)
+    progress("self-test", 0.0)
+    check_model(loaded, runner, config.block_size, num_blocks)
+    fingerprint = kv_fingerprint(
+        info.fingerprint,
+        kv_dtype=info.dtype,
+        layout=KV_LAYOUT_NAME,
+        block_size=config.block_size,
+        format_version=KV_FORMAT_VERSION,
+    )
+    progress("opening KV tiers", 0.0)
+    wake = Wake()
+    drafter = load_drafter(
+        config.speculative, vocab_size=info.vocab_size, max_tokens=config.speculative_tokens
+    )
+    guarded = None if drafter is None else GuardedDrafter(drafter, vocab_size=info.vocab_size)
+    tiers = _open_tiers(config, fingerprint, layout.block_bytes)
+    offload = OffloadManager(tiers, block_bytes=layout.block_bytes, wake=wake)
+    kv = KVCacheManager(
+        num_blocks, config.block_size, offload, offload_prompt_only=config.offload_prompt_only
+    )
+    chooser = LoadChooser(config.load_policy, config.block_size, offload)
+    limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
+    core = EngineCore(
+        scheduler=Scheduler(limits, kv, chooser.choose),
+        kv=kv,
+        offload=offload,
+        runner=runner,
+        torch_thread=torch_thread,
+        chooser=chooser,
+        drafter=guarded,
+        max_draft_tokens=0 if guarded is None else config.speculative_tokens,
+        load_deadline=config.load_deadline,
+        eos_token_ids=frozenset(info.eos_token_ids),
+    )
+    progress("ready", 100.0)
+    return EngineParts(
+        info=info,
+        tokenizer=loaded.tokenizer,
+        fingerprint=fingerprint,
+        block_bytes=layout.block_bytes,
+        kv=kv,
+        core=core,
+        offload=offload,
+        torch_thread=torch_thread,
+        drafter=guarded,
+        wake=wake,
+    )
+
+
+def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
+    """Blocks of the device pool."""
+    if config.kv_blocks is not None:
+        return config.kv_blocks
+    assert config.kv_memory is not None
+    num_blocks = config.kv_memory // block_bytes
+    if num_blocks < 1:
+        raise StartupError(
+            f"--kv-memory {config.kv_memory} holds not one KV block of {block_bytes} bytes;"
+            " raise it or lower --block-size"
+        )
+    return num_blocks
+
+
+def _open_tiers(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> list[Tier]:
+    tiers: list[Tier] = []
+    if config.cpu_tier >= block_bytes:
+        tiers.append(CpuTier(config.cpu_tier, block_bytes))
+    elif config.cpu_tier:
+        raise StartupError(
+            f"--cpu-tier {config.cpu_tier} holds not one KV block of {block_bytes} bytes;"
+            " raise it, or give 0 for no CPU tier"
+        )
+    if config.disk_tier is None:
+        return tiers
+    try:
+        tiers.append(
+            DiskTier.open(
+                config.disk_tier,
+                capacity_bytes=config.disk_tier_size,
+                fingerprint=fingerprint,
+                block_bytes=block_bytes,
+                block_size=config.block_size,
+            )
+        )
+    except TierOpenError as error:
+        if not config.disk_tier_optional:
+            raise StartupError(str(error)) from error
+        logger.warning("serving without the disk tier: %s", error)
+    return tiers

@@ -1,0 +1,457 @@
+"""The engine's public face: submit, stream, abort, close.
+
+    engine = await AsyncEngine.from_config(EngineConfig(model=..., cache_dir=...))
+    async for output in engine.generate("Once", SamplingParams(max_tokens=8), request_id="1"):
+        print(output.text, end="")
+    await engine.close()
+
+One task, started here and ended by `close`, owns all engine state. Other tasks of the same event
+loop only put requests into its inbox and read streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from engine.assembly import EngineParts, assemble
+from engine.block_hash import root_hash
+from engine.config import EngineConfig
+from engine.core import LiveRequest
+from engine.detokenizer import Detokenizer
+from engine.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from engine.outputs import FinishReason, RequestOutput, RequestTimes
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+ProgressFn = Callable[[str, float], None]
+# How often an idle engine checks its conservation laws: the check walks every block.
+IDLE_CHECK_SECONDS = 60.0
+# A flush at shutdown waits this long for a slow disk, then gives up what is not yet stored.
+CLOSE_FLUSH_SECONDS = 30.0
+
+
+class RequestStream:
+    """Async iterator over one request's outputs; ends after the one with a finish reason.
+
+    Cancelling an iteration loses nothing: the next one continues. `aclose` aborts the request if
+    it has not finished.
+    """
+
+    def __init__(self, engine: AsyncEngine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(self._request.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._request.num_prompt_tokens
+
+    def put(self, output: RequestOutput) -> None:
+        self._outputs.put_nowait(output)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        output = await self._outputs.get()
+        self._ended = output.finish_reason is not None
+        return output
+
+    async def aclose(self) -> None:
+        if not self._ended:
+            self._ended = True
+            await self._engine.abort(self.request_id)
+
+
+class AsyncEngine:
+    """Continuous batching over one model. Use `from_config`; every method belongs to its loop."""
+
+    def __init__(self, config: EngineConfig, parts: EngineParts) -> None:
+        self.config = config
+        self.model = parts.info
+        self.tokenizer = parts.tokenizer
+        self.fingerprint = parts.fingerprint.hex()
+        self.dead_reason: str | None = None
+        pool_tokens = parts.kv.pool.num_blocks * config.block_size
+        self.max_request_tokens = min(parts.info.max_model_len, pool_tokens)
+        self._parts = parts
+        self._core = parts.core
+        self._arrivals: deque[LiveRequest] = deque()
+        self._aborts: deque[str] = deque()
+        self._known_ids: set[str] = set()
+        self._num_arrivals = 0
+        self._random = random.Random(config.seed)
+        self._accepting = True
+        self._stopping = False
+        self._next_check = 0.0
+        self._wake = asyncio.Event()
+        self._round_waiters: list[asyncio.Future[None]] = []
+        self._drained = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        parts.wake.bind(self._wake_from_thread)
+        self._task = asyncio.create_task(self._run(), name="engine-loop")
+
+    @classmethod
+    async def from_config(
+        cls, config: EngineConfig, progress: ProgressFn | None = None
+    ) -> AsyncEngine:
+        """Load the model off the event loop. Raises `StartupError` with one clear line."""
+        report = progress or (lambda phase, percent: None)
+        parts = await assemble(config, report)
+        return cls(config, parts)
+
+    # --- requests ---------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        prompt_cache_key: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """Submit and iterate; leaving the iteration early aborts the request.
+
+        Raises as `submit` does, at the first iteration.
+        """
+        stream = self.submit(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            prompt_cache_key=prompt_cache_key,
+            add_special_tokens=add_special_tokens,
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        prompt_cache_key: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """Validate and enqueue. `prompt_cache_key` names a conversation; it never enters the hash.
+
+        Raises InvalidRequestError, QueueFullError, EngineClosedError or EngineDeadError at once;
+        after that the stream ends in exactly one output with a finish reason.
+        """
+        self._check_alive()
+        self.check_capacity(1)
+        token_ids = self._token_ids(prompt, add_special_tokens)
+        max_tokens = self._resolve_max_tokens(len(token_ids), params)
+        if request_id in self._known_ids:
+            raise InvalidRequestError(
+                f"request_id {request_id!r} is in use by a live request", "request_id"
+            )
+        if any(token >= self.model.vocab_size for token in params.logit_bias):
+            raise InvalidRequestError(
+                f"logit_bias names a token outside the vocabulary of {self.model.vocab_size}",
+                "logit_bias",
+            )
+        eos = () if params.ignore_eos else self.model.eos_token_ids
+        self._num_arrivals += 1
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            seed=self._seed(params),
+            root_hash=root_hash(self._parts.fingerprint, cache_salt),
+            arrival_order=self._num_arrivals,
+            priority=priority,
+            times=RequestTimes(arrival=time.monotonic()),
+        )
+        stream = RequestStream(self, request)
+        self._enqueue(request, stream, cache_salt)
+        return stream
+
+    def _enqueue(self, request: Request, stream: RequestStream, salt: str | None) -> None:
+        self._known_ids.add(request.request_id)
+
+        def emit(output: RequestOutput) -> None:
+            if output.finish_reason is not None:
+                self._known_ids.discard(output.request_id)
+            stream.put(output)
+
+        detokenizer = Detokenizer(
+            self.tokenizer.stream_decoder(request.prompt_token_ids),
+            request.params.stop,
+            request.params.min_tokens,
+        )
+        self._arrivals.append(LiveRequest(request, detokenizer, emit, salt))
+        self._wake.set()
+
+    def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens)
+        else:
+            token_ids = list(prompt)
+        if not token_ids:
+            raise InvalidRequestError("prompt is empty: give at least one token", "prompt")
+        vocab_size = self.model.vocab_size
+        bad = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"prompt holds token id {bad}, outside the vocabulary of {vocab_size}", "prompt"
+            )
+        return token_ids
+
+    def _resolve_max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """What the request may generate; refuses what could never fit."""
+        limit = self.max_request_tokens
+        wanted = params.max_tokens
+        needed = num_prompt_tokens + (1 if wanted is None else wanted)
+        if needed > limit:
+            what = (
+                "the model's maximum context length"
+                if limit == self.model.max_model_len
+                else "what the KV pool holds (--kv-memory)"
+            )
+            asked = "at least 1" if wanted is None else str(wanted)
+            raise InvalidRequestError(
+                f"the request needs {needed} tokens ({num_prompt_tokens} in the prompt, {asked} to"
+                f" generate), but {what} is {limit} tokens; shorten the prompt or lower max_tokens",
+                "prompt" if num_prompt_tokens >= limit else "max_tokens",
+                "context_length_exceeded",
+            )
+        return limit - num_prompt_tokens if wanted is None else wanted
+
+    def _seed(self, params: SamplingParams) -> int:
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        return seed & (2**64 - 1)
+
+    def check_capacity(self, num_sequences: int) -> None:
+        """Raises QueueFullError if that many more sequences cannot be queued."""
+        scheduler = self._core.scheduler
+        free_seats = max(0, self.config.max_num_seqs - scheduler.num_active)
+        waiting = len(scheduler.waiting) + len(self._arrivals)
+        if waiting + num_sequences > self.config.max_queue + free_seats:
+            raise QueueFullError(
+                f"the queue is full ({waiting} sequences are waiting, at most"
+                f" {self.config.max_queue} may); try again later"
+            )
+
+    def _check_alive(self) -> None:
+        if self.dead_reason is not None:
+            raise EngineDeadError(f"the engine has failed: {self.dead_reason}")
+        if not self._accepting:
+            raise EngineClosedError("the server is shutting down and takes no new requests")
+
+    async def abort(self, request_id: str) -> None:
+        """Ask for `request_id` to end; takes effect between two steps. Unknown ids are ignored."""
+        if request_id in self._known_ids:
+            self._aborts.append(request_id)
+            self._wake.set()
+
+    # --- life -------------------------------------------------------------------------------
+
+    @property
+    def healthy(self) -> bool:
+        return self.dead_reason is None
+
+    def stop_intake(self) -> None:
+        """Refuse new requests from now on; what was accepted goes on."""
+        self._accepting = False
+
+    async def close(self, drain_timeout: float = 0.0) -> None:
+        """Drain for up to `drain_timeout` seconds, abort the rest, flush the tiers, stop.
+
+        Safe to call twice. Every live request gets its terminal event before this returns.
+        """
+        self.stop_intake()
+        if not self._task.done():
+            await self._drain(drain_timeout)
+            await self._flush_for_close()
+            self._stopping = True
+            self._wake.set()
+            await self._task
+        await self._parts.close()
+
+    async def _drain(self, drain_timeout: float) -> None:
+        deadline = self._loop.time() + drain_timeout
+        while self._known_ids and not self._task.done():
+            left = deadline - self._loop.time()
+            if left <= 0.0:
+                for request_id in list(self._known_ids):
+                    await self.abort(request_id)
+            self._drained.clear()
+            await _wait(self._drained, max(left, 1.0))
+
+    async def _flush_for_close(self) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_FLUSH_SECONDS):
+                await self.cache_flush()
+        except TimeoutError:
+            logger.warning("gave up flushing the KV tiers after %.0f s", CLOSE_FLUSH_SECONDS)
+        except EngineDeadError:
+            pass  # said when it died
+
+    async def _run(self) -> None:
+        """The engine loop. A failure here is the engine's end: everyone is told, now and later."""
+        try:
+            while not self._stopping:
+                self._take_inbox()
+                did_something = await self._core.step()
+                self._finish_round()
+                if not did_something and not self._arrivals and not self._aborts:
+                    await self._sleep()
+        except Exception as error:
+            logger.exception("the engine loop failed")
+            self.dead_reason = f"{type(error).__name__}: {error}"
+            while self._arrivals:
+                self._core.add(self._arrivals.popleft())
+            self._core.fail_all(f"the engine has failed: {self.dead_reason}")
+        finally:
+            self._finish_round()
+
+    def _take_inbox(self) -> None:
+        self._wake.clear()
+        while self._arrivals:
+            self._core.add(self._arrivals.popleft())
+        while self._aborts:
+            self._core.abort(self._aborts.popleft())
+
+    def _finish_round(self) -> None:
+        waiters, self._round_waiters = self._round_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        if not self._known_ids:
+            self._drained.set()
+
+    async def _sleep(self) -> None:
+        """Until somebody calls, a transfer ends, or a load's deadline passes. No polling."""
+        if not self._core.num_live:
+            self._check_when_idle()
+        deadline = self._core.next_deadline()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        await _wait(self._wake, timeout)
+
+    def _check_when_idle(self) -> None:
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + IDLE_CHECK_SECONDS
+        try:
+            self._core.check()
+        except AssertionError:
+            # Serving goes on: a leak costs capacity, while correctness rests on verified loads.
+            logger.exception("the KV accounting does not add up; please report this")
+            self._core.counters.failed_checks += 1
+
+    def _wake_from_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def _round(self) -> None:
+        """Let the loop run one round of transfers. Cancelling it leaves nothing behind."""
+        if self._task.done():
+            raise EngineDeadError(f"the engine has stopped: {self.dead_reason or 'closed'}")
+        waiter = self._loop.create_future()
+        self._round_waiters.append(waiter)
+        self._wake.set()
+        await waiter
+
+    # --- cache and sight --------------------------------------------------------------------
+
+    async def cache_flush(self) -> dict[str, Any]:
+        """Bring every committed block into every tier, synced: `{saved: {...}, failed: {...}}`."""
+        self._core.kv.offer_resident()
+        return await self._core.offload.flush(self._round)
+
+    async def cache_reset(self, tiers: Sequence[str] | None = None) -> dict[str, int]:
+        """Forget stored blocks in `tiers` (None: all), durably; blocks dropped per tier."""
+        known = ["device", *self._core.offload.stats()]
+        wanted = known if tiers is None else list(tiers)
+        unknown = [tier for tier in wanted if tier not in known]
+        if unknown:
+            raise InvalidRequestError(
+                f"tiers names {unknown[0]!r}; this server has {', '.join(known)}", "tiers"
+            )
+        dropped: dict[str, int] = {}
+        if "device" in wanted:
+            dropped["device"] = self._core.kv.reset(self._core.scheduler.live())
+        below = [tier for tier in wanted if tier != "device"]
+        dropped.update(await self._core.offload.reset(below))
+        self._wake.set()
+        return dropped
+
+    def cache_stats(self) -> dict[str, Any]:
+        """The body of GET /cache/stats."""
+        kv, stats = self._core.kv, self._core.stats()
+        device = {
+            "blocks": kv.pool.num_cached,
+            "bytes": kv.pool.num_cached * self._parts.block_bytes,
+            "capacity_bytes": kv.pool.num_blocks * self._parts.block_bytes,
+            "pinned_blocks": kv.pool.num_blocks - kv.pool.num_available,
+            "pending_saves": 0,
+            "hit_tokens": stats.hit_tokens.get("device", 0),
+            "saved_blocks": kv.pool.num_registered,
+            "evicted_blocks": kv.pool.num_evicted,
+            "failed_blocks": 0,
+        }
+        tiers = {"device": device}
+        for name, tier in stats.tiers.items():
+            numbers = asdict(tier)
+            shown = {key: numbers[key] for key in device if key in numbers}
+            tiers[name] = shown | {"hit_tokens": stats.hit_tokens.get(name, 0)}
+        return {
+            "block_size": kv.block_size,
+            "fingerprint": self.fingerprint,
+            "tiers": tiers,
+        }
+
+    def stats(self) -> EngineStats:
+        stats = self._core.stats()
+        stats.num_waiting += len(self._arrivals)
+        return stats
+
+
+async def _wait(event: asyncio.Event, timeout: float | None) -> None:
+    try:
+        async with asyncio.timeout(timeout):
+            await event.wait()
+    except TimeoutError:
+        pass
+
+
+__all__ = ["AsyncEngine", "FinishReason", "RequestStream"]

@@ -1,0 +1,127 @@
+"""The device's KV blocks: who references each, which hold a known prefix, what goes first.
+
+Every block is in exactly one of three sets:
+
+    referenced   in some live block table (or being loaded); never handed out
+    cached       nobody references it, the prefix map knows its content; evicted last
+    free         nobody references it, its content means nothing
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from offload.tier import BlockKey, BlockMeta
+
+
+class BlockPool:
+    """Reference counts, the prefix map and LRU eviction. Owned by the engine loop.
+
+    `on_evict(key)` is called when a cached block's content is about to be given up.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[BlockKey], None]) -> None:
+        if num_blocks < 1:
+            raise ValueError("a block pool needs at least one block")
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self.num_registered = 0  # blocks ever entered into the prefix map
+        self.num_evicted = 0
+        self._ref_counts = [0] * num_blocks
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._metas: dict[BlockKey, BlockMeta] = {}
+        self._cached: dict[BlockKey, int] = {}
+        # Unreferenced blocks, next victim first: meaningless ones in front, then by recency.
+        self._unreferenced: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated now, evicting cached ones."""
+        return len(self._unreferenced)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks the prefix map knows, referenced or not."""
+        return len(self._cached)
+
+    def lookup(self, key: BlockKey) -> int | None:
+        return self._cached.get(key)
+
+    def key_of(self, block_id: int) -> BlockKey | None:
+        return self._keys[block_id]
+
+    def is_unreferenced(self, block_id: int) -> bool:
+        return block_id in self._unreferenced
+
+    def allocate(self) -> int:
+        """A private block, referenced once. Raises IndexError when every block is referenced."""
+        if not self._unreferenced:
+            raise IndexError("every KV block is referenced")
+        block_id, _ = self._unreferenced.popitem(last=False)
+        self.num_evicted += self._forget(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def reference(self, block_id: int) -> None:
+        if self._ref_counts[block_id] == 0:
+            del self._unreferenced[block_id]
+        self._ref_counts[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        """Drop one reference; released last is evicted last, so release tails first."""
+        count = self._ref_counts[block_id]
+        if count < 1:
+            raise AssertionError(f"KV block {block_id} released more often than referenced")
+        self._ref_counts[block_id] = count - 1
+        if count == 1:
+            self._unreferenced[block_id] = None
+            if self._keys[block_id] is None:
+                self._unreferenced.move_to_end(block_id, last=False)
+
+    def register(self, key: BlockKey, meta: BlockMeta, block_id: int) -> bool:
+        """Make a referenced block's content findable; False if the prefix map has the key."""
+        if self._ref_counts[block_id] < 1:
+            raise AssertionError(f"KV block {block_id} registered while nobody references it")
+        if key in self._cached:
+            return False
+        self._cached[key] = block_id
+        self._keys[block_id] = key
+        self._metas[key] = meta
+        self.num_registered += 1
+        return True
+
+    def resident(self) -> Iterable[tuple[BlockKey, BlockMeta, int]]:
+        """Every block of the prefix map."""
+        for key, block_id in self._cached.items():
+            yield key, self._metas[key], block_id
+
+    def reset(self) -> int:
+        """Empty the prefix map; referenced blocks stay with their owners. Returns its size."""
+        dropped = len(self._cached)
+        for block_id in list(self._cached.values()):
+            self._forget(block_id)
+        return dropped
+
+    def _forget(self, block_id: int) -> bool:
+        key = self._keys[block_id]
+        if key is None:
+            return False
+        self._keys[block_id] = None
+        del self._cached[key]
+        del self._metas[key]
+        self._on_evict(key)
+        return True
+
+    def check(self) -> None:
+        """Conservation: each block in exactly one set, the map and its inverse agree."""
+        for block_id, count in enumerate(self._ref_counts):
+            assert count >= 0, f"block {block_id} has {count} references"
+            assert (count == 0) == (block_id in self._unreferenced), f"block {block_id} misfiled"
+        for key, block_id in self._cached.items():
+            assert self._keys[block_id] == key, f"block {block_id} lost its key"
+        assert sum(key is not None for key in self._keys) == len(self._cached)
+        assert self._metas.keys() == self._cached.keys()
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]

@@ -1,0 +1,444 @@
+"""One step: gather, propose, schedule, run, verify, commit, save, emit.
+
+The synchronous heart of the engine, driven by `AsyncEngine`'s loop, the one task that changes
+scheduler, block pool, KV manager and offload index. It awaits exactly two things: the drafter and
+the torch thread. Cancelling either await is not supported; the loop stops between steps only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from engine.detokenizer import Detokenizer
+from engine.drafter import DraftContext, GuardedDrafter
+from engine.kv_cache_manager import KVCacheManager
+from engine.load_policy import LoadChooser
+from engine.model_runner import ModelRunner
+from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from engine.request import Request, RequestState
+from engine.sampler import Sampled, SampleRow, Unsampled
+from engine.scheduler import ScheduledRequest, Scheduler
+from engine.stats import EngineStats
+from engine.step import PromptLogprobRows, SequenceInput, StepInput, StepOutput
+from engine.verification import accept
+from offload.manager import OffloadManager, Transfers
+
+logger = logging.getLogger(__name__)
+
+# So many failed passes in a row mean that the engine, not a request, is at fault.
+MAX_FAILED_STEPS = 3
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request with what its stream needs."""
+
+    request: Request
+    detokenizer: Detokenizer
+    emit: Callable[[RequestOutput], None]
+    salt: str | None
+    prompt_logprobs_sent: bool = False
+
+
+class EngineCore:
+    """Plans and verifies; `step()` runs one round and says whether there was anything to do."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        kv: KVCacheManager,
+        offload: OffloadManager,
+        runner: ModelRunner,
+        torch_thread: Executor,
+        chooser: LoadChooser,
+        drafter: GuardedDrafter | None,
+        max_draft_tokens: int,
+        load_deadline: float,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.scheduler = scheduler
+        self.kv = kv
+        self.offload = offload
+        self._runner = runner
+        self._torch_thread = torch_thread
+        self._chooser = chooser
+        self._drafter = drafter
+        self._max_draft_tokens = max_draft_tokens
+        self._load_deadline = load_deadline
+        self._eos_token_ids = eos_token_ids
+        self._live: dict[str, LiveRequest] = {}
+        self._num_failed_steps = 0
+        self.counters = EngineStats(spec_accepted_per_pos=[0] * max_draft_tokens)
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def add(self, live: LiveRequest) -> None:
+        self._live[live.request.request_id] = live
+        self.scheduler.add(live.request)
+
+    def abort(self, request_id: str) -> None:
+        """Between steps only: what is confirmed by now is kept. Unknown ids are ignored."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self._finish(live, FinishReason.ABORT)
+
+    def fail_all(self, message: str) -> None:
+        """The engine is lost: tell every stream. Touches no engine state that may be broken."""
+        for live in list(self._live.values()):
+            live.request.finish_reason = FinishReason.ERROR
+            live.emit(self._output(live, [], None, "", error=message))
+        self._live.clear()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def next_deadline(self) -> float | None:
+        """Monotonic time at which a load in flight becomes a miss."""
+        deadlines = [r.load_deadline for r in self.scheduler.loading if r.load_deadline is not None]
+        return min(deadlines, default=None)
+
+    # --- the step ---------------------------------------------------------------------------
+
+    async def step(self) -> bool:
+        """One round. False if there was nothing to copy and nothing to compute."""
+        self._expire_loads()
+        transfers = self._gather_transfers()
+        await self._propose_drafts()
+        plan = self.scheduler.schedule()
+        self._note_scheduled()
+        if not plan and not transfers.copies_out and not transfers.copies_in:
+            return False
+        step = StepInput(
+            transfers.copies_out,
+            transfers.copies_in,
+            [self._sequence_input(scheduled) for scheduled in plan],
+        )
+        loop = asyncio.get_running_loop()
+        output = await loop.run_in_executor(self._torch_thread, self._runner.execute, step)
+        self._settle_transfers(transfers)
+        self._process(plan, output)
+        return True
+
+    def _gather_transfers(self) -> Transfers:
+        transfers = self.offload.poll()
+        self.kv.loads.copying(transfers.copies_in)
+        for ticket in transfers.failed_loads:
+            for request in list(self.kv.loads.failed(ticket)):
+                if request.state is RequestState.LOADING:
+                    self.scheduler.load_failed(request)
+        return transfers
+
+    def _settle_transfers(self, transfers: Transfers) -> None:
+        self.offload.copied_out(transfers.copies_out)
+        self.offload.copied_in(transfers.copies_in)
+        for copy in transfers.copies_in:
+            for request in self.kv.loads.loaded(copy.ticket):
+                if not request.pending_loads:
+                    self.scheduler.loads_settled(request)
+
+    def _expire_loads(self) -> None:
+        now = time.monotonic()
+        for request in list(self.scheduler.loading):
+            if request.load_deadline is None:
+                request.load_deadline = now + self._load_deadline
+            elif request.load_deadline <= now:
+                logger.warning("request %s: loads timed out, recomputing", request.request_id)
+                self.scheduler.load_failed(request)
+
+    async def _propose_drafts(self) -> None:
+        if self._drafter is None:
+            return
+        requests, contexts = [], []
+        for request in self.scheduler.running:
+            # The pass yields one token beyond the drafts.
+            room = request.max_tokens - request.num_output_tokens - 1
+            max_tokens = min(self._max_draft_tokens, room)
+            if request.is_decoding and max_tokens > 0:
+                requests.append(request)
+                salt = self._live[request.request_id].salt
+                contexts.append(
+                    DraftContext(request.request_id, tuple(request.token_ids), max_tokens, salt)
+                )
+        if not contexts:
+            return
+        proposals = await self._drafter.propose(contexts)
+        for request, drafts in zip(requests, proposals, strict=True):
+            request.draft_token_ids = list(drafts)
+
+    def _note_scheduled(self) -> None:
+        now = time.monotonic()
+        for request in self.scheduler.running:
+            if request.times.first_scheduled is None:
+                request.times.first_scheduled = now
+
+    # --- plan to input ----------------------------------------------------------------------
+
+    def _sequence_input(self, scheduled: ScheduledRequest) -> SequenceInput:
+        request = scheduled.request
+        start = request.num_computed_tokens
+        num_known = scheduled.num_rows - len(scheduled.draft_token_ids)
+        token_ids = request.token_ids[start : start + num_known] + scheduled.draft_token_ids
+        end = start + scheduled.num_rows
+        return SequenceInput(
+            token_ids=token_ids,
+            start=start,
+            block_table=request.block_tables[0][: self.kv.num_blocks_for(end)],
+            sample_rows=self._sample_rows(scheduled),
+            prompt_logprobs=self._prompt_logprob_rows(request, start, num_known),
+        )
+
+    @staticmethod
+    def _sample_rows(scheduled: ScheduledRequest) -> list[SampleRow]:
+        """The row of the last known token and of each draft draws the token after it."""
+        request, drafts = scheduled.request, scheduled.draft_token_ids
+        if not scheduled.reaches_end or request.max_tokens == 0:
+            return []
+        output = request.token_ids[request.num_prompt_tokens :]
+        return [
+            SampleRow(
+                params=request.params,
+                seed=request.seed,
+                position=request.num_tokens + num_drafts,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=output + drafts[:num_drafts],
+                stop_ids=request.stop_ids,
+            )
+            for num_drafts in range(len(drafts) + 1)
+        ]
+
+    @staticmethod
+    def _prompt_logprob_rows(
+        request: Request, start: int, num_known: int
+    ) -> PromptLogprobRows | None:
+        """Position p predicts prompt token p + 1; the last prompt position predicts output."""
+        num_top = request.params.prompt_logprobs
+        if num_top is None or request.num_output_tokens:
+            return None
+        if start == 0:
+            request.prompt_logprobs = [None]  # the first token is predicted by nothing
+        next_ids = request.prompt_token_ids[start + 1 : start + num_known + 1]
+        return PromptLogprobRows(0, next_ids, num_top) if next_ids else None
+
+    # --- output to state --------------------------------------------------------------------
+
+    def _process(self, plan: list[ScheduledRequest], output: StepOutput) -> None:
+        for scheduled in plan:
+            scheduled.request.num_inflight_tokens = 0
+        if output.error is not None:
+            self._fail_step(plan, output.error)
+            return
+        if not plan:
+            return
+        self._num_failed_steps = 0
+        self._chooser.observe_pass(sum(s.num_rows for s in plan), output.seconds)
+        for scheduled, draws, prompt in zip(
+            plan, output.draws, output.prompt_logprobs, strict=True
+        ):
+            self._advance(scheduled, draws, prompt)
+
+    def _fail_step(self, plan: list[ScheduledRequest], error: Exception) -> None:
+        """Nothing of this pass is confirmed; its requests end, the others go on."""
+        logger.error("a forward pass failed", exc_info=error)
+        self.counters.failed_steps += 1
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise error
+        for scheduled in plan:
+            live = self._live[scheduled.request.request_id]
+            self._finish(live, FinishReason.ERROR, error=f"the forward pass failed: {error}")
+
+    def _advance(
+        self,
+        scheduled: ScheduledRequest,
+        draws: Sequence[Sampled | Unsampled],
+        prompt_logprobs: Sequence[TokenLogprobs],
+    ) -> None:
+        """Count what the pass confirmed, append what it drew, end or go on.
+
+        num_computed_tokens       num_tokens
+        |------ known tokens ---------|-- accepted drafts --|-- rejected --|
+        |------------- confirmed: input was final ----------|
+        """
+        request, drafts = scheduled.request, scheduled.draft_token_ids
+        live = self._live[request.request_id]
+        tokens = [draw.token_id if isinstance(draw, Sampled) else None for draw in draws]
+        num_accepted = accept(drafts, tokens) if drafts else 0
+        kept = [draw for draw in draws[: num_accepted + 1] if isinstance(draw, Sampled)]
+        broken = next((d for d in draws[: num_accepted + 1] if isinstance(d, Unsampled)), None)
+        if broken is not None:  # logits that are no numbers: what the pass wrote proves nothing
+            self._finish(live, FinishReason.ERROR, error=broken.error)
+            return
+        request.prompt_logprobs.extend(prompt_logprobs)
+        request.num_computed_tokens += scheduled.num_rows - len(drafts) + num_accepted
+        self._count_drafts(drafts, num_accepted)
+        if kept:
+            self._append(live, kept)
+        elif request.num_uncomputed_tokens == 0:
+            self._finish(live, FinishReason.LENGTH)  # max_tokens 0: prefill was all
+        else:
+            self.kv.commit(request)
+
+    def _append(self, live: LiveRequest, draws: list[Sampled]) -> None:
+        """Append until something ends the generation; what the run had beyond it is dropped."""
+        request = live.request
+        if request.times.first_token is None:
+            request.times.first_token = time.monotonic()
+        new_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        text = ""
+        stop_reason: int | str | None = None
+        reason: FinishReason | None = None
+        for draw in draws:
+            request.token_ids.append(draw.token_id)
+            new_ids.append(draw.token_id)
+            if draw.logprobs is not None:
+                logprobs.append(draw.logprobs)
+            piece, reason, stop_reason = self._end_of(live, draw.token_id)
+            text += piece
+            if reason is not None:
+                break
+        self.counters.generation_tokens += len(new_ids)
+        kept = logprobs if request.params.logprobs is not None else None
+        if reason is not None:
+            self._finish(live, reason, new_ids, kept, text, stop_reason)
+            return
+        self.kv.commit(request)
+        live.emit(self._output(live, new_ids, kept, text))
+
+    def _end_of(
+        self, live: LiveRequest, token_id: int
+    ) -> tuple[str, FinishReason | None, int | str | None]:
+        """Text of the token just appended, and whether it ends the generation."""
+        request = live.request
+        if token_id in request.stop_ids and request.num_output_tokens > request.params.min_tokens:
+            by_request = token_id in request.params.stop_token_ids
+            return live.detokenizer.flush(), FinishReason.STOP, token_id if by_request else None
+        text, stop_string = live.detokenizer.push(token_id)
+        if stop_string is not None:
+            return text, FinishReason.STOP, stop_string
+        if request.num_output_tokens >= request.max_tokens:
+            return text + live.detokenizer.flush(), FinishReason.LENGTH, None
+        return text, None, None
+
+    def _count_drafts(self, drafts: list[int], num_accepted: int) -> None:
+        if not drafts:
+            return
+        self.counters.spec_num_drafts += 1
+        self.counters.spec_num_draft_tokens += len(drafts)
+        self.counters.spec_num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.counters.spec_accepted_per_pos[position] += 1
+
+    # --- ends -------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        live: LiveRequest,
+        reason: FinishReason,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        text: str = "",
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """The one way out: commit, free, count, tell the stream exactly once."""
+        request = live.request
+        self.scheduler.finish(request)
+        del self._live[request.request_id]
+        if self._drafter is not None:
+            self._drafter.finish(request.request_id)
+        request.finish_reason = reason
+        request.times.finished = time.monotonic()
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+        if request.admitted_once:
+            self._count_hits(request)
+        live.emit(self._output(live, token_ids or [], logprobs, text, stop_reason, error))
+
+    def _count_hits(self, request: Request) -> None:
+        counters, cached = self.counters, request.cached
+        counters.prompt_tokens += request.num_prompt_tokens
+        counters.prefix_cache_queries += request.num_prompt_tokens
+        counters.prefix_cache_hits += cached.device
+        if self.offload.stats():
+            counters.external_queries += request.num_prompt_tokens - cached.device
+            counters.external_hits += cached.cpu + cached.disk
+        counters.recomputed_by_choice += request.recomputed_by_choice
+        for tier in ("device", "cpu", "disk"):
+            hits = counters.hit_tokens.get(tier, 0) + getattr(cached, tier)
+            counters.hit_tokens[tier] = hits
+
+    def _output(
+        self,
+        live: LiveRequest,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        text: str,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> RequestOutput:
+        request = live.request
+        prompt_logprobs = None
+        if request.wants_prompt_logprobs and not live.prompt_logprobs_sent:
+            live.prompt_logprobs_sent = True
+            prompt_logprobs = list(request.prompt_logprobs)
+        return RequestOutput(
+            request_id=request.request_id,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=request.finish_reason,
+            stop_reason=stop_reason,
+            error=error,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            cached=request.cached,
+            recomputed_by_choice=request.recomputed_by_choice,
+            times=request.times,
+        )
+
+    # --- sight ------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot; lists and dicts are copies."""
+        pool, counters = self.kv.pool, self.counters
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.loading),
+            kv_cache_usage=1.0 - pool.num_available / pool.num_blocks,
+            num_blocks=pool.num_blocks,
+            block_size=self.kv.block_size,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            finished=dict(counters.finished),
+            preemptions=self.scheduler.num_preemptions,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            external_queries=counters.external_queries,
+            external_hits=counters.external_hits,
+            recomputed_by_choice=counters.recomputed_by_choice,
+            hit_tokens=dict(counters.hit_tokens),
+            spec_num_drafts=counters.spec_num_drafts,
+            spec_num_draft_tokens=counters.spec_num_draft_tokens,
+            spec_num_accepted_tokens=counters.spec_num_accepted_tokens,
+            spec_accepted_per_pos=list(counters.spec_accepted_per_pos),
+            drafter_failures=dict(self._drafter.failures) if self._drafter else {},
+            failed_steps=counters.failed_steps,
+            failed_checks=counters.failed_checks,
+            tiers=self.offload.stats(),
+        )
+
+    def check(self) -> None:
+        """Conservation laws, raising AssertionError; cheap enough for every test step."""
+        self.kv.check(self.scheduler.live())
+        waiting_for_loads = {r.request_id for r in self.scheduler.loading}
+        assert all(r.pending_loads for r in self.scheduler.loading), waiting_for_loads
+        ids = {request.request_id for request in self.scheduler.live()}
+        assert ids == self._live.keys(), "a live request is not in exactly one queue"

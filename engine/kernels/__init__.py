@@ -1,0 +1,20 @@
+"""Paged attention in C++: built once per machine, called through ctypes, optional.
+
+`load_kernels(cache_dir)` gives the kernels, or None where there is no working compiler and
+nothing built before; then the plain reference serves. `python -m engine.kernels --cache-dir DIR`
+builds ahead of time.
+"""
+
+from __future__ import annotations
+
+from engine.kernels.build import VARIANTS, KernelBuildError, build, detect_variant
+from engine.kernels.native import Kernels, load_kernels
+
+__all__ = [
+    "VARIANTS",
+    "KernelBuildError",
+    "Kernels",
+    "build",
+    "detect_variant",
+    "load_kernels",
+]

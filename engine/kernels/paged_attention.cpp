@@ -1,0 +1,601 @@
+// Paged attention over the KV pages in place, and the write of new keys and values into them.
+//
+// One code path serves a decoding row and a prompt chunk. A *tile* is the query heads of one
+// key/value head for a few consecutive rows of a sequence, M = rows x group of them. Its context
+// is walked in *partitions* of PARTITION tokens, each in *key tiles* of KEYS tokens with an
+// online softmax: scores = Q K^T, weights = 2^(scores - running maximum), acc += weights V, in
+// float32. Partitions are merged in their order.
+//
+// Tile and partition bounds are multiples of an absolute position, a key outside a row's sight
+// weighs exactly 0, and every sum runs in one order. So a row's result has the same bits alone,
+// batched, in whatever chunk, with any number of threads, and whether partitions were computed by
+// one thread or by several.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace ow {
+
+constexpr int KEYS = 64;
+constexpr int PARTITION = 512;
+constexpr int TILE_ROWS = 96;  // aim for M: a multiple of MR, small enough that a tile stays in L2
+constexpr float EMPTY = -std::numeric_limits<float>::infinity();
+constexpr int64_t SERIAL_MACS = 100000;  // less work than this is not worth waking threads
+
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Runs a function on up to `num_threads` threads, the caller's among them: libgomp's GOMP_parallel.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
+
+extern "C" {
+
+// Strides count elements. All pages and rows are contiguous along their last dimension.
+struct OwPages {
+  void* keys;  // [block, head, token, dim]
+  void* values;
+  int64_t block_stride, head_stride, token_stride;
+  int32_t num_kv_heads, head_dim, block_size, dtype;
+};
+
+struct OwAttention {
+  OwPages pages;
+  const void* query;  // [head, row, dim]
+  void* out;          // [row, head, dim], contiguous
+  int64_t query_head_stride, query_row_stride;
+  const int32_t* query_start;   // [num_seqs + 1]
+  const int32_t* context_len;   // [num_seqs]
+  const int32_t* block_tables;  // [num_seqs, table_stride]
+  int64_t table_stride;
+  int32_t num_seqs, num_heads;
+  int32_t window;  // 0: none
+  int32_t num_threads;
+  float scale, softcap;  // softcap 0: none
+  Parallel parallel;     // null: the calling thread alone
+};
+
+struct OwWrite {
+  OwPages pages;
+  const void *key, *value;  // [head, row, dim]
+  int64_t key_head_stride, key_row_stride, value_head_stride, value_row_stride;
+  const int64_t* slots;  // [num_rows]
+  int64_t num_rows;
+};
+}
+
+namespace {
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// A growing buffer of the calling thread. Workers get their slices of it.
+struct Slab {
+  void* memory = nullptr;
+  size_t size = 0;
+  ~Slab() { std::free(memory); }
+  char* reserve(size_t bytes) {
+    if (bytes > size) {
+      std::free(memory);
+      size = 0;
+      memory = std::aligned_alloc(64, round_up(bytes + bytes / 4, 4096));
+      if (memory) size = bytes + bytes / 4;
+    }
+    return static_cast<char*>(memory);
+  }
+};
+thread_local Slab slab;
+
+// Hands out 64-byte aligned pieces; with no memory behind it, it only measures.
+struct Carver {
+  char* base;
+  size_t used = 0;
+  template <class P>
+  P* take(int64_t count) {
+    P* piece = reinterpret_cast<P*>(base + used);
+    used += round_up(count * int64_t(sizeof(P)), 64);
+    return piece;
+  }
+};
+
+// ------------------------------------------------------------------------------- register blocks
+
+// c[m][0..2W) = init + sum over k of a[m][k] * b(k)[0..2W), for M rows.
+template <int M, bool Accumulate, class Rows>
+inline void block(int depth, const float* a, int64_t lda, Rows b, float* c, int64_t ldc,
+                  const float* decay) {
+  vf acc[M][2];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+    if constexpr (Accumulate) {
+      acc[m][0] = load(c + m * ldc) * decay[m];
+      acc[m][1] = load(c + m * ldc + W) * decay[m];
+    } else {
+      acc[m][0] = acc[m][1] = vf{};
+    }
+  }
+  for (int k = 0; k < depth; ++k) {
+    const float* row = b(k);
+    vf b0 = load(row), b1 = load(row + W);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      vf x = splat(a[m * lda + k]);
+      acc[m][0] += x * b0;
+      acc[m][1] += x * b1;
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+    store(c + m * ldc, acc[m][0]);
+    store(c + m * ldc + W, acc[m][1]);
+  }
+}
+
+template <int M, bool Accumulate, class Rows>
+inline void blocks_up_to(int rows, int depth, const float* a, int64_t lda, Rows b, float* c,
+                         int64_t ldc, const float* decay) {
+  if (rows == M) {
+    block<M, Accumulate>(depth, a, lda, b, c, ldc, decay);
+  } else if constexpr (M > 1) {
+    blocks_up_to<M - 1, Accumulate>(rows, depth, a, lda, b, c, ldc, decay);
+  }
+}
+
+template <bool Accumulate, class Rows>
+inline void column_block(int rows, int depth, const float* a, int64_t lda, Rows b, float* c,
+                         int64_t ldc, const float* decay) {
+  for (int m = 0; m < rows; m += MR) {
+    blocks_up_to<MR, Accumulate>(std::min(MR, rows - m), depth, a + m * lda, lda, b, c + m * ldc,
+                                 ldc, decay + m);
+  }
+}
+
+// ------------------------------------------------------------------------------------ a tile
+
+struct Task {
+  int32_t seq, head;           // head: of keys and values
+  int32_t row, rows;           // rows of the sequence within this step
+  int32_t first, last;         // partitions [first, last)
+  int32_t split;               // index of the split tile it belongs to, or -1
+};
+
+// Result of one partition (or of several merged): weights are 2^(score - peak).
+struct Partial {
+  float* acc;   // [M][padded]
+  float* peak;  // [M]
+  float* mass;  // [M]
+};
+
+struct Split {
+  Task whole;
+  float* partials;  // [last - first] of partial_floats each
+  std::atomic<int32_t> missing;
+};
+
+struct Scratch {
+  float* query;   // [M][padded], scaled
+  float* keys;    // [KEYS / 2W][padded][2W]: transposed, in panels of 2W keys
+  float* rows;    // [KEYS][padded]: converted or padded pages
+  float* scores;  // [M][KEYS]
+  float* decay;   // [M]
+  float* zeros;   // [padded]
+  const float** row;  // [KEYS]
+  Partial part, total;
+};
+
+template <class T>
+class Attention {
+ public:
+  explicit Attention(const OwAttention& args)
+      : a(args),
+        group(args.num_heads / args.pages.num_kv_heads),
+        tile_rows(std::max(1, TILE_ROWS / group)),
+        padded(round_up(args.pages.head_dim, 2 * W)) {
+    constexpr float log2e = 1.44269504088896340736f;
+    // Scores are kept in powers of two. With a soft cap that factor comes after the cap.
+    query_scale = a.softcap > 0 ? a.scale / a.softcap : a.scale * log2e;
+    cap = a.softcap * log2e;
+  }
+
+  bool run() {
+    int64_t macs = 0, num_tiles = 0, num_tasks = 0, num_splits = 0, num_partials = 0;
+    tiles([&](const Task&, int64_t cost) { macs += cost, ++num_tiles; });
+    if (num_tiles == 0) return true;
+    unsigned threads = a.parallel && macs > SERIAL_MACS ? std::max(1, a.num_threads) : 1;
+    // Only few and long tiles are split: enough tasks to go round is all that is wanted.
+    int64_t fair = threads > 1 ? macs / (4 * threads) : std::numeric_limits<int64_t>::max();
+    auto splits_up = [&](const Task& t, int64_t cost) {
+      return cost > fair && t.last - t.first > 1;
+    };
+    tiles([&](const Task& t, int64_t cost) {
+      bool split = splits_up(t, cost);
+      num_tasks += split ? t.last - t.first : 1;
+      num_splits += split;
+      num_partials += split ? t.last - t.first : 0;
+    });
+    threads = std::min<int64_t>(threads, num_tasks);
+
+    Carver measure{nullptr};
+    carve(measure, threads, num_tasks, num_splits, num_partials);
+    char* memory = slab.reserve(measure.used);
+    if (!memory) return false;
+    Carver carver{memory};
+    carve(carver, threads, num_tasks, num_splits, num_partials);
+
+    num_tasks = num_splits = num_partials = 0;
+    tiles([&](const Task& tile, int64_t cost) {
+      if (!splits_up(tile, cost)) {
+        tasks[num_tasks++] = tile;
+        return;
+      }
+      Split& split = splits[num_splits];
+      split.whole = tile;
+      split.partials = partials + num_partials * partial_floats();
+      split.missing.store(tile.last - tile.first, std::memory_order_relaxed);
+      for (int p = tile.first; p < tile.last; ++p, ++num_partials) {
+        Task task = tile;
+        task.first = p, task.last = p + 1, task.split = num_splits;
+        tasks[num_tasks++] = task;
+      }
+      ++num_splits;
+    });
+    task_count = num_tasks;
+    if (threads > 1) {
+      a.parallel([](void* self) { static_cast<Attention*>(self)->work(); }, this, threads, 0);
+    } else {
+      work();
+    }
+    return true;
+  }
+
+ private:
+  const OwAttention& a;
+  const int32_t group, tile_rows;
+  const int64_t padded;
+  float query_scale, cap;
+  Task* tasks = nullptr;
+  Split* splits = nullptr;
+  float* partials = nullptr;
+  char* scratch = nullptr;
+  int64_t scratch_bytes = 0, task_count = 0;
+  std::atomic<int64_t> next_task{0};
+  std::atomic<int32_t> next_worker{0};
+
+  int64_t max_m() const { return int64_t(tile_rows) * group; }
+  int64_t partial_floats() const { return round_up(max_m() * (padded + 2), 16); }
+
+  // Calls f(tile, cost) for every tile of the batch; cost in multiply-adds.
+  template <class F>
+  void tiles(F f) const {
+    for (int s = 0; s < a.num_seqs; ++s) {
+      int rows = a.query_start[s + 1] - a.query_start[s];
+      int before = a.context_len[s] - rows;
+      for (int head = 0; head < a.pages.num_kv_heads; ++head) {
+        for (int row = 0; row < rows; row += tile_rows) {
+          int count = std::min(tile_rows, rows - row);
+          int end = before + row + count, start = first_seen(before + row);
+          Task tile{s, head, row, count, start / PARTITION, (end + PARTITION - 1) / PARTITION, -1};
+          f(tile, int64_t(end - start) * count * group * padded * 2);
+        }
+      }
+    }
+  }
+
+  int first_seen(int position) const {
+    return a.window > 0 ? std::max(0, position - a.window + 1) : 0;
+  }
+
+  void carve(Carver& c, int threads, int64_t num_tasks, int64_t num_splits, int64_t num_partials) {
+    tasks = c.take<Task>(num_tasks);
+    splits = c.take<Split>(num_splits);
+    partials = c.take<float>(num_partials * partial_floats());
+    Carver one{nullptr};
+    carve_scratch(one);
+    scratch_bytes = one.used;
+    scratch = c.take<char>(threads * scratch_bytes);
+  }
+
+  Scratch carve_scratch(Carver& c) const {
+    Scratch s;
+    s.query = c.take<float>(max_m() * padded);
+    s.keys = c.take<float>(KEYS * padded);
+    s.rows = c.take<float>(KEYS * padded);
+    s.scores = c.take<float>(max_m() * KEYS);
+    s.decay = c.take<float>(max_m());
+    s.zeros = c.take<float>(padded);
+    s.row = c.take<const float*>(KEYS);
+    for (Partial* p : {&s.part, &s.total}) {
+      p->acc = c.take<float>(max_m() * padded);
+      p->peak = c.take<float>(max_m());
+      p->mass = c.take<float>(max_m());
+    }
+    return s;
+  }
+
+  Partial partial_at(float* memory) const {
+    return {memory, memory + max_m() * padded, memory + max_m() * (padded + 1)};
+  }
+
+  void work() {
+    Carver carver{scratch + next_worker.fetch_add(1) * scratch_bytes};
+    Scratch s = carve_scratch(carver);
+    std::fill_n(s.zeros, padded, 0.0f);
+    for (;;) {
+      int64_t index = next_task.fetch_add(1);
+      if (index >= task_count) return;
+      const Task& task = tasks[index];
+      load_query(task, s);
+      if (task.split < 0) {
+        std::fill_n(s.total.peak, task.rows * group, EMPTY);
+        for (int p = task.first; p < task.last; ++p) {
+          partition(task, p, s, s.part);
+          merge(s.total, s.part, task.rows * group);
+        }
+        finish(task, s.total);
+        continue;
+      }
+      Split& split = splits[task.split];
+      float* own = split.partials + (task.first - split.whole.first) * partial_floats();
+      partition(task, task.first, s, partial_at(own));
+      if (split.missing.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+      std::fill_n(s.total.peak, task.rows * group, EMPTY);
+      for (int p = 0; p < split.whole.last - split.whole.first; ++p) {
+        merge(s.total, partial_at(split.partials + p * partial_floats()), task.rows * group);
+      }
+      finish(task, s.total);
+    }
+  }
+
+  void load_query(const Task& t, Scratch& s) const {
+    const int64_t first_row = a.query_start[t.seq] + t.row;
+    const int dim = a.pages.head_dim;
+    for (int r = 0; r < t.rows; ++r) {
+      for (int g = 0; g < group; ++g) {
+        const T* from = static_cast<const T*>(a.query) +
+                        (t.head * group + g) * a.query_head_stride +
+                        (first_row + r) * a.query_row_stride;
+        float* to = s.query + (int64_t(r) * group + g) * padded;
+        for (int d = 0; d < dim; ++d) to[d] = to_float(from[d]) * query_scale;
+        std::fill(to + dim, to + padded, 0.0f);
+      }
+    }
+  }
+
+  // Points s.row at float32 rows of positions [start, end), in place where the page allows.
+  void load_rows(const Task& t, const void* pages, int start, int end, Scratch& s) const {
+    const OwPages& p = a.pages;
+    const int32_t* table = a.block_tables + t.seq * a.table_stride;
+    const T* head = static_cast<const T*>(pages) + t.head * p.head_stride;
+    int page = start / p.block_size, offset = start % p.block_size;
+    const T* from = head + table[page] * p.block_stride + offset * p.token_stride;
+    for (int k = 0; k < end - start; ++k) {
+      s.row[k] = float_row(from, s.rows + k * padded);
+      from += p.token_stride;
+      if (++offset == p.block_size && start + k + 1 < end) {
+        offset = 0;
+        from = head + table[++page] * p.block_stride;
+      }
+    }
+  }
+
+  const float* float_row(const T* from, float* to) const {
+    const int dim = a.pages.head_dim;
+    if constexpr (std::is_same_v<T, float>) {
+      if (dim == padded) return from;
+    }
+    int d = 0;
+    for (; d + W <= dim; d += W) store(to + d, load(from + d));
+    for (; d < dim; ++d) to[d] = to_float(from[d]);
+    std::fill(to + dim, to + padded, 0.0f);
+    return to;
+  }
+
+  // Lays `count` rows (a multiple of 2W) out as panels of 2W keys, dimension by dimension.
+  void transpose_keys(int count, Scratch& s) const {
+    for (int k = 0; k < count; k += W) {
+      float* panel = s.keys + (k / (2 * W)) * padded * 2 * W + k % (2 * W);
+      for (int64_t d = 0; d < padded; d += W) {
+        vf x[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) x[i] = load(s.row[k + i] + d);
+        transpose(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) store(panel + (d + i) * 2 * W, x[i]);
+      }
+    }
+  }
+
+  void partition(const Task& t, int index, Scratch& s, Partial out) const {
+    const int m = t.rows * group;
+    const int before = a.context_len[t.seq] - (a.query_start[t.seq + 1] - a.query_start[t.seq]);
+    const int seen_from = first_seen(before + t.row), seen_to = before + t.row + t.rows;
+    const int from = std::max(index * PARTITION, seen_from / KEYS * KEYS);
+    const int to = std::min((index + 1) * PARTITION, seen_to);
+    std::fill_n(out.peak, m, EMPTY);
+    std::fill_n(out.mass, m, 0.0f);
+    std::fill_n(out.acc, m * padded, 0.0f);
+    for (int start = from; start < to; start += KEYS) {
+      const int end = std::min(start + KEYS, to);
+      // Keys before the window may be in pages that were given back: never read them.
+      const int first = std::max(start, seen_from);
+      key_tile(t, before + t.row, start, first, end, s, out);
+    }
+  }
+
+  void key_tile(const Task& t, int position, int start, int first, int end, Scratch& s,
+                Partial out) const {
+    const int m = t.rows * group, width = end - start;
+    const int columns = round_up(width, 2 * W);
+    const int skip = first - start;
+    load_tile(t, a.pages.keys, start, first, end, columns, s);
+    transpose_keys(columns, s);
+    for (int c = 0; c < columns; c += 2 * W) {
+      const float* panel = s.keys + c * padded;
+      column_block<false>(
+          m, padded, s.query, padded, [=](int k) { return panel + k * 2 * W; }, s.scores + c, KEYS,
+          s.decay);
+    }
+    for (int r = 0; r < t.rows; ++r) {
+      const int sees_to = std::min(width, position + r + 1 - start);
+      const int sees_from = std::max(skip, first_seen(position + r) - start);
+      for (int g = 0; g < group; ++g) {
+        const int row = r * group + g;
+        s.decay[row] = softmax(s.scores + row * KEYS, columns, sees_from, sees_to, out.peak[row],
+                               out.mass[row]);
+      }
+    }
+    load_tile(t, a.pages.values, start, first, end, columns, s);
+    const float* const* rows = s.row;
+    for (int64_t d = 0; d < padded; d += 2 * W) {
+      column_block<true>(
+          m, width, s.scores, KEYS, [=](int k) { return rows[k] + d; }, out.acc + d, padded,
+          s.decay);
+    }
+  }
+
+  // Rows [first, end) of the key tile that begins at `start`; the others of `columns` are zeros.
+  void load_tile(const Task& t, const void* pages, int start, int first, int end, int columns,
+                 Scratch& s) const {
+    load_rows(t, pages, first, end, s);
+    const int skip = first - start;
+    if (skip > 0) {
+      std::copy_backward(s.row, s.row + (end - first), s.row + (end - start));
+      std::fill_n(s.row, skip, s.zeros);
+    }
+    std::fill(s.row + (end - start), s.row + columns, s.zeros);
+  }
+
+  // Turns one row of scores into weights; only [from, to) is in sight. Returns what the weights
+  // summed up so far must be multiplied by.
+  float softmax(float* scores, int columns, int from, int to, float& peak, float& mass) const {
+    if (from >= to) {
+      std::fill_n(scores, columns, 0.0f);
+      return 1.0f;
+    }
+    vf lane;
+    for (int i = 0; i < W; ++i) lane[i] = i;
+    const bool masked = from > 0 || to < columns;
+    vf top = splat(EMPTY);
+    for (int c = 0; c < columns; c += W) {
+      vf x = load(scores + c);
+      if (a.softcap > 0) x = capped(x);
+      if (masked) {
+        vf at = lane + float(c);
+        x = at < float(from) ? splat(EMPTY) : x;
+        x = at < float(to) ? x : splat(EMPTY);
+      }
+      store(scores + c, x);
+      top = max(x, top);
+    }
+    const float old = peak, now = std::max(old, max(top));
+    vf total{};
+    for (int c = 0; c < columns; c += W) {
+      vf weight = exp2(load(scores + c) - now);
+      store(scores + c, weight);
+      total += weight;
+    }
+    const float decay = now == old ? 1.0f : exp2(old - now);
+    peak = now;
+    mass = mass * decay + sum(total);
+    return decay;
+  }
+
+  // softcap * tanh(x), in powers of two; 1 - 2 / (e^2|x| + 1) by way of 2^-y to stay in range.
+  vf capped(vf x) const {
+    constexpr float two_log2e = 2.88539008177792681472f;
+    vf magnitude = x < 0.0f ? -x : x;
+    vf e = exp2(magnitude * -two_log2e);
+    vf t = (1.0f - e) / (1.0f + e);
+    return (x < 0.0f ? -t : t) * cap;
+  }
+
+  void merge(Partial& into, const Partial& from, int m) const {
+    for (int row = 0; row < m; ++row) {
+      if (from.peak[row] == EMPTY) continue;
+      float* to_acc = into.acc + row * padded;
+      const float* from_acc = from.acc + row * padded;
+      if (into.peak[row] == EMPTY) {
+        std::copy_n(from_acc, padded, to_acc);
+        into.peak[row] = from.peak[row];
+        into.mass[row] = from.mass[row];
+        continue;
+      }
+      const float peak = std::max(into.peak[row], from.peak[row]);
+      const float x = exp2(into.peak[row] - peak), y = exp2(from.peak[row] - peak);
+      for (int64_t d = 0; d < padded; d += W) {
+        store(to_acc + d, load(to_acc + d) * x + load(from_acc + d) * y);
+      }
+      into.peak[row] = peak;
+      into.mass[row] = into.mass[row] * x + from.mass[row] * y;
+    }
+  }
+
+  void finish(const Task& t, const Partial& result) const {
+    const int64_t first_row = a.query_start[t.seq] + t.row;
+    const int dim = a.pages.head_dim;
+    for (int r = 0; r < t.rows; ++r) {
+      T* to = static_cast<T*>(a.out) + ((first_row + r) * a.num_heads + t.head * group) * dim;
+      for (int g = 0; g < group; ++g, to += dim) {
+        const int row = r * group + g;
+        const float scale = 1.0f / result.mass[row];
+        for (int d = 0; d < dim; ++d) from_float(result.acc[row * padded + d] * scale, to + d);
+      }
+    }
+  }
+};
+
+template <class T>
+void write(const OwWrite& a) {
+  const OwPages& p = a.pages;
+  const size_t bytes = p.head_dim * sizeof(T);
+  for (int64_t row = 0; row < a.num_rows; ++row) {
+    const int64_t at = a.slots[row] / p.block_size * p.block_stride +
+                       a.slots[row] % p.block_size * p.token_stride;
+    for (int64_t head = 0; head < p.num_kv_heads; ++head) {
+      std::memcpy(static_cast<T*>(p.keys) + at + head * p.head_stride,
+                  static_cast<const T*>(a.key) + row * a.key_row_stride + head * a.key_head_stride,
+                  bytes);
+      std::memcpy(
+          static_cast<T*>(p.values) + at + head * p.head_stride,
+          static_cast<const T*>(a.value) + row * a.value_row_stride + head * a.value_head_stride,
+          bytes);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ow
+
+extern "C" {
+
+// Both return 0, or 1 where memory for the work could not be had, or 2 for an unknown dtype.
+__attribute__((visibility("default"))) int ow_attend(const ow::OwAttention* args) {
+  switch (args->pages.dtype) {
+    case ow::FLOAT32:
+      return !ow::Attention<float>(*args).run();
+    case ow::BFLOAT16:
+      return !ow::Attention<ow::bf16>(*args).run();
+    case ow::FLOAT16:
+      return !ow::Attention<ow::f16>(*args).run();
+  }
+  return 2;
+}
+
+__attribute__((visibility("default"))) int ow_write_kv(const ow::OwWrite* args) {
+  if (args->pages.dtype < ow::FLOAT32 || args->pages.dtype > ow::FLOAT16) return 2;
+  if (args->pages.dtype == ow::FLOAT32) {
+    ow::write<float>(*args);
+  } else {
+    ow::write<uint16_t>(*args);
+  }
+  return 0;
+}
+
+// The sizes of the two structures as this build lays them out, for the loader to compare.
+__attribute__((visibility("default"))) int64_t ow_abi() {
+  return int64_t(sizeof(ow::OwAttention)) << 32 | int64_t(sizeof(ow::OwWrite));
+}
+}

@@ -1,0 +1,218 @@
+"""Block tables: matching a prefix, growing, committing and releasing the blocks of a request.
+
+    match    which leading blocks are held, and where (device, a load in flight, a tier)
+    admit    take them: reference, start loads, allocate the rest of the known tokens
+    grow     room for the next rows
+    commit   publish newly full, committed blocks in the prefix map and offer them to the tiers
+    release  give everything back, tails first
+
+Planning only: it moves no bytes. Copies and reads happen elsewhere, ordered before the next pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.block_hash import block_hash
+from engine.block_pool import BlockPool
+from engine.kv_groups import KVGroup
+from engine.kv_loads import KVLoads
+from engine.outputs import CachedTokens
+from engine.request import Request, committed_len
+from offload.manager import OffloadManager
+from offload.tier import BlockKey, BlockMeta
+
+DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHit:
+    """A leading block that need not be computed. `block_id` is None while no device block is."""
+
+    key: BlockKey
+    source: str  # nearest tier that holds it
+    block_id: int | None
+
+
+class KVCacheManager:
+    """Owns block pool, loads and the offload manager's view of requests; engine loop only."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        offload: OffloadManager,
+        *,
+        offload_prompt_only: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.group = KVGroup(index=0)
+        self.offload = offload
+        self.pool = BlockPool(num_blocks, on_evict=offload.withdraw)
+        self.loads = KVLoads(self.pool, offload)
+        self._offload_prompt_only = offload_prompt_only
+
+    # --- matching ---------------------------------------------------------------------------
+
+    def match(self, request: Request) -> list[BlockHit]:
+        """The longest held prefix that leaves at least one known token to compute.
+
+            |-- hit 0 --|-- hit 1 --|-- miss ...      limit = (num_tokens - 1) // block_size
+
+        A request that wants its prompt's logprobs matches nothing: they need every position.
+        """
+        if request.wants_prompt_logprobs and request.num_output_tokens == 0:
+            return []
+        hits: list[BlockHit] = []
+        for index in range((request.num_tokens - 1) // self.block_size):
+            hit = self._find(self._key(request, index), request.use_offload)
+            if hit is None:
+                break
+            hits.append(hit)
+        return hits
+
+    def _find(self, key: BlockKey, use_offload: bool) -> BlockHit | None:
+        block_id = self.pool.lookup(key)
+        if block_id is not None:
+            return BlockHit(key, DEVICE, block_id)
+        if not use_offload:
+            return None
+        load = self.loads.find(key)
+        if load is not None:
+            return BlockHit(key, load.tier, load.block_id)
+        tier = self.offload.lookup(key)
+        return None if tier is None else BlockHit(key, tier, None)
+
+    def num_blocks_for(self, num_positions: int) -> int:
+        return -(-num_positions // self.block_size)
+
+    def num_blocks_to_take(self, request: Request, hits: list[BlockHit]) -> int:
+        """How many blocks `admit` would move out of the unreferenced set."""
+        shared = sum(
+            hit.block_id is not None and not self.pool.is_unreferenced(hit.block_id) for hit in hits
+        )
+        return self.num_blocks_for(request.num_tokens) - shared
+
+    # --- a request's life -------------------------------------------------------------------
+
+    def admit(self, request: Request, hits: list[BlockHit]) -> None:
+        """Build the block table for all known tokens; loads it needs are started.
+
+        The caller has checked `num_blocks_to_take` against the pool. Device hits are referenced
+        before anything is allocated, so that allocation cannot evict them.
+        """
+        table = request.block_tables[0]
+        assert not table, "admitted twice"
+        for hit in hits:
+            if hit.block_id is not None:
+                self.pool.reference(hit.block_id)
+        for index, hit in enumerate(hits):
+            block_id = self.pool.allocate() if hit.block_id is None else hit.block_id
+            table.append(block_id)
+            if hit.source == DEVICE:
+                continue
+            if hit.block_id is None:
+                meta = self._meta(request, index)
+                self.loads.start(request, hit.key, meta, block_id, hit.source)
+            else:
+                self.loads.join(request, hit.key)
+        self.offload.touch([hit.key for hit in hits if hit.source == DEVICE])
+        while len(table) < self.num_blocks_for(request.num_tokens):
+            table.append(self.pool.allocate())
+        request.num_committed_blocks = request.num_hit_blocks = len(hits)
+        on_device = next((i for i, hit in enumerate(hits) if hit.source != DEVICE), len(hits))
+        request.num_computed_tokens = on_device * self.block_size
+
+    def loads_settled(self, request: Request) -> None:
+        """Every load is verified and in place: the whole hit counts as computed."""
+        assert not request.pending_loads
+        request.num_computed_tokens = request.num_hit_blocks * self.block_size
+
+    def grow(self, request: Request, num_positions: int) -> bool:
+        """Make the table cover `num_positions`; False, with nothing taken, if the pool is short."""
+        table = request.block_tables[0]
+        missing = self.num_blocks_for(num_positions) - len(table)
+        if missing > self.pool.num_available:
+            return False
+        table.extend(self.pool.allocate() for _ in range(missing))
+        return True
+
+    def commit(self, request: Request) -> None:
+        """Publish what `committed_len` covers and nothing above it."""
+        table = request.block_tables[0]
+        num_full = committed_len(request) // self.block_size
+        for index in range(request.num_committed_blocks, min(num_full, len(table))):
+            request.num_committed_blocks = index + 1
+            if index < request.first_cacheable_block:
+                continue
+            key, meta = self._key(request, index), self._meta(request, index)
+            if self.pool.register(key, meta, table[index]) and self._stores(request, index):
+                self.offload.offer(key, meta, table[index])
+
+    def release(self, request: Request) -> None:
+        """Give back every block, tails first, so that heads outlive them in the prefix map."""
+        self.loads.leave(request)
+        for block_id in reversed(request.block_tables[0]):
+            self.pool.release(block_id)
+        request.block_tables = [[]]
+        request.num_committed_blocks = request.num_hit_blocks = 0
+        request.num_computed_tokens = 0
+
+    def _stores(self, request: Request, index: int) -> bool:
+        if not self._offload_prompt_only:
+            return True
+        return index < request.num_prompt_tokens // self.block_size
+
+    # --- the cache as a whole ---------------------------------------------------------------
+
+    def reset(self, live: Iterable[Request]) -> int:
+        """Empty the prefix map; what live requests computed so far never enters it again."""
+        for request in live:
+            touched = request.num_computed_tokens + request.num_inflight_tokens
+            request.first_cacheable_block = self.num_blocks_for(touched)
+        self.loads.reset()
+        return self.pool.reset()
+
+    def offer_resident(self) -> None:
+        """Offer every block of the prefix map to the tiers again (idempotent)."""
+        for key, meta, block_id in list(self.pool.resident()):
+            self.offload.offer(key, meta, block_id)
+
+    def check(self, live: Iterable[Request]) -> None:
+        """Conservation laws: every reference belongs to a table or a load."""
+        self.pool.check()
+        self.offload.check()
+        references = [0] * self.pool.num_blocks
+        for request in live:
+            for block_id in request.block_tables[0]:
+                references[block_id] += 1
+        for load in self.loads.active():
+            references[load.block_id] += 1
+        actual = [self.pool.ref_count(block_id) for block_id in range(self.pool.num_blocks)]
+        assert actual == references, "references do not match block tables and loads"
+
+    # --- identity ---------------------------------------------------------------------------
+
+    def _key(self, request: Request, index: int) -> BlockKey:
+        hashes = request.block_hashes
+        while len(hashes) <= index:
+            parent = hashes[-1] if hashes else request.root_hash
+            hashes.append(block_hash(parent, self._tokens(request, len(hashes))))
+        return BlockKey(hashes[index], self.group.index)
+
+    def _meta(self, request: Request, index: int) -> BlockMeta:
+        parent = request.block_hashes[index - 1] if index else request.root_hash
+        return BlockMeta(parent, tuple(self._tokens(request, index)))
+
+    def _tokens(self, request: Request, index: int) -> list[int]:
+        start = index * self.block_size
+        tokens = request.token_ids[start : start + self.block_size]
+        assert len(tokens) == self.block_size, "a block is hashed only when its tokens are known"
+        return tokens
+
+
+def count_by_tier(sources: list[str], block_size: int) -> CachedTokens:
+    """Cached tokens of a hit whose blocks came from `sources`."""
+    counts = {name: sources.count(name) * block_size for name in (DEVICE, "cpu", "disk")}
+    return CachedTokens(**counts)

@@ -1,0 +1,111 @@
+"""Loads in flight: one per missing block, however many requests wait for it.
+
+A load holds one reference to its device block, each waiting request another. The bytes arrive by
+a copy on the torch thread; only then is the block registered in the prefix map. A load whose last
+waiter leaves is cancelled, unless its copy was already handed out: then it is let finish, because
+the destination may be freed only after the copy has stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.block_pool import BlockPool
+from engine.request import Request
+from offload.manager import CopyIn, OffloadManager
+from offload.tier import BlockKey, BlockMeta
+
+
+@dataclass(slots=True, eq=False)
+class KVLoad:
+    ticket: int
+    key: BlockKey
+    meta: BlockMeta
+    block_id: int
+    tier: str
+    copying: bool = False  # handed out: the destination is being written
+    publish: bool = True  # False after a cache reset: the bytes serve their waiters alone
+    waiters: list[Request] = field(default_factory=list)
+
+
+class KVLoads:
+    """The table of loads; engine loop only."""
+
+    def __init__(self, pool: BlockPool, offload: OffloadManager) -> None:
+        self._pool = pool
+        self._offload = offload
+        self._by_key: dict[BlockKey, KVLoad] = {}
+        self._by_ticket: dict[int, KVLoad] = {}
+
+    def find(self, key: BlockKey) -> KVLoad | None:
+        return self._by_key.get(key)
+
+    def active(self) -> Iterable[KVLoad]:
+        return self._by_ticket.values()
+
+    def start(
+        self, request: Request, key: BlockKey, meta: BlockMeta, block_id: int, tier: str
+    ) -> None:
+        """Load `key` into `block_id`, which `request` already references."""
+        ticket = self._offload.load(key, block_id, tier)
+        load = KVLoad(ticket, key, meta, block_id, tier, waiters=[request])
+        self._pool.reference(block_id)
+        self._by_key[key] = self._by_ticket[ticket] = load
+        request.pending_loads.add(ticket)
+
+    def join(self, request: Request, key: BlockKey) -> None:
+        """Wait for a load somebody else started; `request` already references its block."""
+        load = self._by_key[key]
+        load.waiters.append(request)
+        request.pending_loads.add(load.ticket)
+
+    def copying(self, copies: Iterable[CopyIn]) -> None:
+        """These copies were handed out: their destinations are being written."""
+        for copy in copies:
+            self._by_ticket[copy.ticket].copying = True
+
+    def loaded(self, ticket: int) -> list[Request]:
+        """The bytes are in place and verified: publish the block; returns who waited."""
+        load = self._remove(ticket)
+        if load.publish:
+            self._pool.register(load.key, load.meta, load.block_id)
+        self._pool.release(load.block_id)
+        return self._dismiss(load)
+
+    def failed(self, ticket: int) -> list[Request]:
+        """The block never came; returns who waited and has to do without."""
+        if ticket not in self._by_ticket:
+            return []
+        load = self._remove(ticket)
+        self._pool.release(load.block_id)
+        return self._dismiss(load)
+
+    def leave(self, request: Request) -> None:
+        """`request` waits no longer (abort, deadline, preemption)."""
+        for ticket in list(request.pending_loads):
+            load = self._by_ticket[ticket]
+            load.waiters.remove(request)
+            if not load.waiters and not load.copying:
+                self._offload.cancel(ticket)
+                self._remove(ticket)
+                self._pool.release(load.block_id)
+        request.pending_loads.clear()
+
+    def reset(self) -> None:
+        """Loads of before a cache reset can neither be joined nor published any more."""
+        for load in self._by_ticket.values():
+            load.publish = False
+        self._by_key.clear()
+
+    def _remove(self, ticket: int) -> KVLoad:
+        load = self._by_ticket.pop(ticket)
+        if self._by_key.get(load.key) is load:
+            del self._by_key[load.key]
+        return load
+
+    @staticmethod
+    def _dismiss(load: KVLoad) -> list[Request]:
+        for request in load.waiters:
+            request.pending_loads.discard(load.ticket)
+        return load.waiters

@@ -1,0 +1,181 @@
+"""The torch thread's work: copies in order, one packed forward, logits where needed, draws.
+
+Nothing else in the engine calls torch once the model is loaded, so device memory is read and
+written in program order: a save reads its block before anything scheduled later overwrites it, a
+load lands before the pass that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.kernels import Kernels
+from engine.distribution import PoisonedLogits
+from engine.kv_cache import KVCache
+from engine.outputs import TokenLogprobs
+from engine.paged_batch import PagedBatch
+from engine.sampler import Sampled, SampleRow, Unsampled, prompt_logprobs, sample
+from engine.step import SequenceInput, StepInput, StepOutput
+from offload.manager import CopyIn, CopyOut
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInput:
+    """One row of varying-length sequences; T tokens in all, L of them with logits."""
+
+    input_ids: Tensor  # int64 [1, T]
+    position_ids: Tensor  # int64 [1, T]
+    logit_rows: Tensor  # int64 [L], ascending
+    batch: PagedBatch
+    sampled_rows: Tensor  # int64, which of the L rows draw a token
+    prompt_slices: Sequence[slice]  # per sequence, which of the L rows predict its prompt
+
+
+class ModelRunner:
+    """Runs steps. Every method is called on the torch thread alone."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kv: KVCache,
+        kernels: Kernels | None,
+        vocab_size: int,
+    ) -> None:
+        """`kernels` None: attention by the plain reference."""
+        self._model = model
+        self._kv = kv
+        self._kernels = kernels
+        self._vocab_size = vocab_size
+        self._block_size = kv.layout.block_size
+        self._device = kv.device
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Copies always happen; a failing pass is returned as `StepOutput.error`."""
+        self._copy_out(step.copies_out)
+        self._copy_in(step.copies_in)
+        if not step.sequences:
+            return StepOutput()
+        started = time.perf_counter()
+        try:
+            output = self._forward(step.sequences)
+        except Exception as error:  # whatever a model raises ends these requests, not the engine
+            return StepOutput(error=error, seconds=time.perf_counter() - started)
+        return dataclasses.replace(output, seconds=time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def _forward(self, sequences: Sequence[SequenceInput]) -> StepOutput:
+        packed = self.pack(sequences)
+        logits = self.logits(packed)
+        rows = [row for sequence in sequences for row in sequence.sample_rows]
+        sampled = sample(logits[packed.sampled_rows], rows) if rows else []
+        draws: list[list[Sampled | Unsampled]] = []
+        prompt: list[list[TokenLogprobs]] = []
+        taken = 0
+        for sequence, where in zip(sequences, packed.prompt_slices, strict=True):
+            own = sampled[taken : taken + len(sequence.sample_rows)]
+            taken += len(own)
+            wanted, known = sequence.prompt_logprobs, []
+            if wanted is not None:
+                try:
+                    known = prompt_logprobs(logits[where], wanted.next_ids, wanted.num_top)
+                except PoisonedLogits as error:
+                    own = [Unsampled(str(error))]
+            draws.append(own)
+            prompt.append(known)
+        return StepOutput(draws, prompt)
+
+    @torch.inference_mode()
+    def logits(self, packed: PackedInput) -> Tensor:
+        """One packed pass; float32 [L, vocab]."""
+        output = self._model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=packed.logit_rows,
+            paged=packed.batch,
+        )
+        # Some models pad the vocabulary; a padding id must never be drawn.
+        logits: Tensor = output.logits[0, :, : self._vocab_size]
+        return logits.float()
+
+    @staticmethod
+    def with_logit_rows(packed: PackedInput, logit_rows: Tensor) -> PackedInput:
+        """The same pass with logits at other rows."""
+        return dataclasses.replace(packed, logit_rows=logit_rows)
+
+    def pack(self, sequences: Sequence[SequenceInput]) -> PackedInput:
+        """Lay the sequences end to end.
+
+            sequence 0          sequence 1                     sequence S-1
+        |-- rows at start.. --|-- rows at start.. --|  ...  |-- rows at start.. --|
+        0             query_start[1]                                              T
+        """
+        lengths = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
+        starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
+        query_start = np.zeros(len(sequences) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_start[1:])
+        tables = np.zeros((len(sequences), max(len(s.block_table) for s in sequences)), np.int32)
+        for row, sequence in enumerate(sequences):
+            tables[row, : len(sequence.block_table)] = sequence.block_table
+        owner = np.repeat(np.arange(len(sequences)), lengths)
+        positions = np.arange(query_start[-1]) - query_start[owner] + starts[owner]
+        slots = tables[owner, positions // self._block_size].astype(np.int64) * self._block_size
+        slots += positions % self._block_size
+        logit_rows, sampled_rows, prompt_slices = _logit_rows(sequences, query_start)
+        tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences])
+        return PackedInput(
+            input_ids=self._tensor(tokens)[None],
+            position_ids=self._tensor(positions)[None],
+            logit_rows=self._tensor(logit_rows),
+            batch=PagedBatch(
+                query_start=torch.from_numpy(query_start),
+                context_len=torch.from_numpy((starts + lengths).astype(np.int32)),
+                block_tables=torch.from_numpy(tables),
+                slot_mapping=torch.from_numpy(slots),
+                kv=self._kv,
+                kernels=self._kernels,
+            ),
+            sampled_rows=self._tensor(sampled_rows),
+            prompt_slices=prompt_slices,
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _copy_out(self, copies: Sequence[CopyOut]) -> None:
+        for copy in copies:
+            source = np.frombuffer(self._kv.block_buffer(copy.block_id), dtype=np.uint8)
+            for destination in copy.destinations:
+                np.copyto(np.frombuffer(destination, dtype=np.uint8), source)
+
+    def _copy_in(self, copies: Sequence[CopyIn]) -> None:
+        for copy in copies:
+            destination = np.frombuffer(self._kv.block_buffer(copy.block_id), dtype=np.uint8)
+            np.copyto(destination, np.frombuffer(copy.source, dtype=np.uint8))
+
+
+def _logit_rows(
+    sequences: Sequence[SequenceInput], query_start: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[slice]]:
+    """Which packed rows need logits: of each sequence first the prompt's, then the sampled ones."""
+    rows: list[int] = []
+    sampled: list[int] = []
+    prompt_slices: list[slice] = []
+    for index, sequence in enumerate(sequences):
+        begin, end = int(query_start[index]), int(query_start[index + 1])
+        wanted = sequence.prompt_logprobs
+        first = len(rows)
+        if wanted:
+            rows.extend(range(begin + wanted.first, begin + wanted.first + len(wanted.next_ids)))
+        prompt_slices.append(slice(first, len(rows)))
+        sampled.extend(range(len(rows), len(rows) + len(sequence.sample_rows)))
+        rows.extend(range(end - len(sequence.sample_rows), end))
+    return np.array(rows, dtype=np.int64), np.array(sampled, dtype=np.int64), prompt_slices

@@ -1,0 +1,110 @@
+"""One request: its tokens, how far they are computed, and the one rule for what may be kept."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.outputs import CachedTokens, FinishReason, RequestTimes, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from offload.tier import BlockHash
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Mutable state of one sequence; changed by the engine loop alone.
+
+    0          num_computed_tokens      + num_inflight_tokens        num_tokens
+    |--- confirmed -----|--- in this step ------|--- known, not scheduled ---|
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    max_tokens: int  # resolved: what fits, where the request set no limit
+    stop_ids: frozenset[int]  # EOS (unless ignored) and stop_token_ids
+    seed: int
+    root_hash: BlockHash
+    arrival_order: int
+    priority: int = 0
+    times: RequestTimes = field(default_factory=lambda: RequestTimes(arrival=0.0))
+
+    state: RequestState = RequestState.WAITING
+    token_ids: list[int] = field(default_factory=list)  # prompt, then output
+    num_computed_tokens: int = 0  # confirmed: the forward pass that wrote them has finished
+    num_inflight_tokens: int = 0  # rows of a step that has not finished, drafts included
+    draft_token_ids: list[int] = field(default_factory=list)
+
+    block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # per KV group
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks known so far
+    num_hit_blocks: int = 0  # leading blocks of the table taken over at admission
+    num_committed_blocks: int = 0  # blocks of the table already offered to the prefix map
+    first_cacheable_block: int = 0  # blocks before it were dropped by a cache reset
+
+    pending_loads: set[int] = field(default_factory=set)  # tickets this request waits on
+    load_deadline: float | None = None
+    use_offload: bool = True  # off once a load failed it, so that nothing is retried for ever
+    block_sources: list[str] = field(default_factory=list)  # nearest tier, per block first hit
+    admitted_once: bool = False
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    recomputed_by_choice: int = 0
+    num_preemptions: int = 0
+
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose KV slot no confirmed pass has written."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the token drawn last is left to compute."""
+        return self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        """Lower runs first: priority, then arrival."""
+        return (self.priority, self.arrival_order)
+
+
+def committed_len(request: Request) -> int:
+    """How many leading positions may be hashed, cached or stored.
+
+        0                                        num_tokens - 1   num_tokens
+        |------------- computed and final ------------|--- last ---|
+
+    The last output token was never an input: no pass wrote its slot, or, under speculation, the
+    slot holds a rejected draft's KV (vllm-project/vllm issue 54193). Where an accepted run did
+    write it, giving it up costs one position and keeps the rule one line.
+    """
+    final = request.num_tokens - 1 if request.num_output_tokens else request.num_prompt_tokens
+    return min(request.num_computed_tokens, final)

@@ -1,0 +1,254 @@
+"""What to compute next. One number drives everything: `num_computed_tokens` catches up.
+
+There are no prefill and decode phases: each running request gets rows for tokens it knows and has
+not computed, be that a prompt chunk, one token, or one token plus drafts (the idea of vLLM's V1
+scheduler). The planning half: no torch, no I/O, runs in microseconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.kv_cache_manager import DEVICE, BlockHit, KVCacheManager, count_by_tier
+from engine.request import Request, RequestState
+
+# While answers are streaming, prompts get at most this share of the token budget, so that a step,
+# and with it the gap between two tokens of a running stream, stays short.
+MIXED_PREFILL_SHARE = 4
+# Every so many admissions the longest-waiting request goes first whatever its priority.
+FAIR_ADMISSION_INTERVAL = 8
+# Rows of one request whose prompt logprobs are wanted: each such row costs a whole logits row.
+MAX_LOGPROB_CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """`num_rows` tokens from `num_computed_tokens` on, the last `len(draft_token_ids)` drafts.
+
+    num_computed_tokens        num_tokens
+    |------ known tokens ----------|---- drafts ----|
+    |------------------- num_rows ------------------|
+    """
+
+    request: Request
+    num_rows: int
+    draft_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the last known token is among the rows, so that the next one can be drawn."""
+        request, known = self.request, self.num_rows - len(self.draft_token_ids)
+        return request.num_computed_tokens + known == request.num_tokens
+
+
+# Decides how many leading hits to use; the rest is recomputed by choice.
+LoadChoice = Callable[[Request, list[BlockHit]], int]
+
+
+def use_every_hit(request: Request, hits: list[BlockHit]) -> int:
+    return len(hits)
+
+
+class Scheduler:
+    """Queues and admission; owns every live request. Engine loop only."""
+
+    def __init__(
+        self, limits: SchedulerLimits, kv: KVCacheManager, choose_hits: LoadChoice = use_every_hit
+    ) -> None:
+        self.limits = limits
+        self.kv = kv
+        self._choose_hits = choose_hits
+        self.waiting: list[Request] = []  # by sort_key
+        self.loading: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0  # prompt tokens looked up at first admission
+        self._num_admissions = 0
+
+    # --- queue ------------------------------------------------------------------------------
+
+    @property
+    def num_active(self) -> int:
+        return len(self.running) + len(self.loading)
+
+    def live(self) -> list[Request]:
+        return [*self.running, *self.loading, *self.waiting]
+
+    def add(self, request: Request) -> None:
+        request.state = RequestState.WAITING
+        bisect.insort(self.waiting, request, key=lambda waiting: waiting.sort_key)
+
+    def finish(self, request: Request) -> None:
+        """Commit what is confirmed, free the blocks, forget the request. Legal in every state."""
+        if request.state is RequestState.FINISHED:
+            return
+        self.kv.commit(request)
+        self._leave_queue(request)
+        self.kv.release(request)
+        request.state = RequestState.FINISHED
+
+    def _leave_queue(self, request: Request) -> None:
+        queue = {
+            RequestState.WAITING: self.waiting,
+            RequestState.LOADING: self.loading,
+            RequestState.RUNNING: self.running,
+        }[request.state]
+        queue.remove(request)
+
+    # --- loads ------------------------------------------------------------------------------
+
+    def loads_settled(self, request: Request) -> None:
+        """Every load of `request` is in place: it may run."""
+        self._leave_queue(request)
+        request.load_deadline = None
+        self.kv.loads_settled(request)
+        self._run(request)
+
+    def load_failed(self, request: Request) -> None:
+        """Give up on the tiers for this request: requeue it; what did load is a device hit now."""
+        self._requeue(request)
+        request.use_offload = False
+
+    def _requeue(self, request: Request) -> None:
+        self._leave_queue(request)
+        self.kv.release(request)
+        request.load_deadline = None
+        request.draft_token_ids = []
+        self.add(request)
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """Rows for the next pass: decodes first, then admissions, then prompt chunks."""
+        plan = self._schedule_decodes()
+        num_decode_rows = sum(scheduled.num_rows for scheduled in plan)
+        self._admit_waiting()
+        budget = self.limits.max_num_batched_tokens - num_decode_rows
+        if num_decode_rows:
+            budget = min(budget, max(1, self.limits.max_num_batched_tokens // MIXED_PREFILL_SHARE))
+        plan += self._schedule_prefills(budget)
+        for scheduled in plan:
+            scheduled.request.num_inflight_tokens = scheduled.num_rows
+        return plan
+
+    def _schedule_decodes(self) -> list[ScheduledRequest]:
+        """Everybody's next token first; drafts only with rows and blocks nobody else wants."""
+        decoding = sorted((r for r in self.running if r.is_decoding), key=lambda r: r.sort_key)
+        plan = [
+            ScheduledRequest(request, num_rows=1)
+            for request in decoding
+            # One ahead of it may have preempted it meanwhile.
+            if request.state is RequestState.RUNNING and self._make_room(request)
+        ]
+        spare_rows = max(0, self.limits.max_num_batched_tokens - len(plan))
+        for scheduled in plan:
+            request = scheduled.request
+            drafts, request.draft_token_ids = request.draft_token_ids[:spare_rows], []
+            if drafts and self.kv.grow(request, request.num_tokens + len(drafts)):
+                spare_rows -= len(drafts)
+                scheduled.num_rows += len(drafts)
+                scheduled.draft_token_ids = drafts
+        return plan
+
+    def _make_room(self, request: Request) -> bool:
+        """Blocks for the known tokens; preempts from the tail. False if `request` itself went."""
+        while not self.kv.grow(request, request.num_tokens):
+            victim = max(self.running, key=lambda running: running.sort_key)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.kv.commit(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._requeue(request)
+
+    def _schedule_prefills(self, budget: int) -> list[ScheduledRequest]:
+        """Half the budget by shortest remainder, half by arrival.
+
+        The first half lets a short prompt through behind a very long one, the second keeps a
+        stream of short ones from starving the long one.
+        """
+        prefilling = [r for r in self.running if not r.is_decoding]
+        rows = dict.fromkeys(prefilling, 0)
+
+        def hand_out(order: list[Request], amount: int) -> int:
+            for request in order:
+                wanted = request.num_uncomputed_tokens - rows[request]
+                if request.wants_prompt_logprobs:
+                    wanted = min(wanted, MAX_LOGPROB_CHUNK - rows[request])
+                take = min(wanted, amount)
+                rows[request] += take
+                amount -= take
+            return amount
+
+        by_arrival = sorted(prefilling, key=lambda r: r.sort_key)
+        by_remainder = sorted(by_arrival, key=lambda r: r.num_uncomputed_tokens)
+        left = hand_out(by_remainder, budget // 2)
+        hand_out(by_arrival, budget - budget // 2 + left)
+        return [ScheduledRequest(request, rows[request]) for request in by_arrival if rows[request]]
+
+    # --- admission --------------------------------------------------------------------------
+
+    def _admit_waiting(self) -> None:
+        while self.waiting and self.num_active < self.limits.max_num_seqs:
+            if not self._admit(self._next_waiting()):
+                return
+
+    def _next_waiting(self) -> Request:
+        if self._num_admissions % FAIR_ADMISSION_INTERVAL == FAIR_ADMISSION_INTERVAL - 1:
+            return min(self.waiting, key=lambda r: r.arrival_order)
+        return self.waiting[0]
+
+    def _admit(self, request: Request) -> bool:
+        """Take `request` off the queue if the pool holds all its known tokens."""
+        hits = self.kv.match(request)
+        chosen = hits[: self._choose_hits(request, hits)]
+        headroom = len(self.running)  # a block each to grow into, or admission causes preemption
+        if not self.num_active:
+            headroom = 0
+        if self.kv.num_blocks_to_take(request, chosen) + headroom > self.kv.pool.num_available:
+            return False
+        self._leave_queue(request)
+        self.kv.admit(request, chosen)
+        self._num_admissions += 1
+        self._account_hits(request, hits, chosen)
+        if request.pending_loads:
+            request.state = RequestState.LOADING
+            self.loading.append(request)
+        else:
+            self._run(request)
+        return True
+
+    def _account_hits(self, request: Request, hits: list[BlockHit], chosen: list[BlockHit]) -> None:
+        """`cached_tokens` belongs to the first admission and is settled once its loads are in.
+
+        After a failed load the request comes back: what it finds then counts for the tier that
+        held it the first time.
+        """
+        if request.admitted_once:
+            return
+        if not request.block_sources:
+            request.block_sources = [hit.source for hit in hits]
+            skipped = len(hits) - len(chosen)
+            request.recomputed_by_choice = skipped * self.kv.block_size
+        sources = request.block_sources[: len(chosen)]
+        sources += [DEVICE] * (len(chosen) - len(sources))
+        request.cached = count_by_tier(sources, self.kv.block_size)
+
+    def _run(self, request: Request) -> None:
+        request.state = RequestState.RUNNING
+        if not request.admitted_once:
+            request.admitted_once = True
+            self.num_prefix_queries += request.num_prompt_tokens
+        self.running.append(request)

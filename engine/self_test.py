@@ -1,0 +1,82 @@
+"""Before a model serves: the same tokens through our pages and through its own eager attention.
+
+A model whose attention takes an argument we do not know, scales differently, or keeps KV in a way
+that pages do not hold, shows here, at load, instead of in somebody's answer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention import NAME
+from engine.errors import StartupError
+from engine.model_loader import LoadedModel
+from engine.model_runner import ModelRunner
+from engine.step import SequenceInput
+
+NUM_TOKENS = 48
+CHUNKS = (17, 1, 30)  # crosses block boundaries, mixes a chunk with a single row
+
+# Largest difference of two logits as a share of the logits' own spread. float32: summation order
+# alone; the 16-bit types round every activation, which 30 layers amplify to some percent.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 8e-2, "float16": 2e-2}
+
+
+def check_model(
+    loaded: LoadedModel, runner: ModelRunner, block_size: int, num_blocks: int
+) -> float:
+    """Raises `StartupError` naming the architecture; returns the relative difference.
+
+    Uses the pool's first blocks, so it runs before anything else does.
+    """
+    info = loaded.info
+    num_tokens = min(NUM_TOKENS, info.max_model_len, num_blocks * block_size)
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, info.vocab_size, (num_tokens,), generator=generator).tolist()
+    try:
+        ours = _paged_logits(runner, token_ids, block_size)
+        reference = _eager_logits(loaded, token_ids)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise StartupError(
+            f"model architecture {info.architecture} cannot be served: its attention does not run"
+            f" through KV pages ({error}); use another model"
+        ) from error
+    spread = (reference.max() - reference.min()).item() or 1.0
+    difference = (ours - reference).abs().max().item() / spread
+    if not difference <= TOLERANCE[info.dtype]:
+        raise StartupError(
+            f"model architecture {info.architecture} cannot be served: through KV pages its logits"
+            f" differ from its own by {difference:.2g} of their spread (allowed:"
+            f" {TOLERANCE[info.dtype]:.2g}); use another model"
+        )
+    return difference
+
+
+def _paged_logits(runner: ModelRunner, token_ids: list[int], block_size: int) -> torch.Tensor:
+    table = list(range(-(-len(token_ids) // block_size)))
+    collected = []
+    start = 0
+    for size in CHUNKS:
+        chunk = token_ids[start : start + size]
+        if not chunk:
+            break
+        packed = runner.pack([SequenceInput(chunk, start, table, sample_rows=())])
+        every_row = torch.arange(len(chunk), device=packed.input_ids.device)
+        collected.append(runner.logits(runner.with_logit_rows(packed, every_row)))
+        start += size
+    return torch.cat(collected)
+
+
+@torch.inference_mode()
+def _eager_logits(loaded: LoadedModel, token_ids: list[int]) -> torch.Tensor:
+    model = loaded.model
+    model.set_attn_implementation("eager")
+    try:
+        device = next(model.parameters()).device
+        input_ids = torch.tensor([token_ids], device=device)
+        positions = torch.arange(len(token_ids), device=device)[None]
+        output = model(input_ids=input_ids, position_ids=positions, use_cache=False)
+    finally:
+        model.set_attn_implementation(NAME)
+    logits: torch.Tensor = output.logits[0]
+    return logits.float()

@@ -1,0 +1,49 @@
+"""What the planner and the torch thread say to each other: plain data, one pass at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.outputs import TokenLogprobs
+from engine.sampler import Sampled, SampleRow, Unsampled
+from offload.manager import CopyIn, CopyOut
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobRows:
+    """Rows [first, first + len(next_ids)) of the sequence predict `next_ids`."""
+
+    first: int
+    next_ids: Sequence[int]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInput:
+    """Rows of one sequence: `token_ids` stand at positions [start, start + len(token_ids))."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]  # covers every position up to the last row
+    sample_rows: Sequence[SampleRow]  # for the trailing rows, one each; may be empty
+    prompt_logprobs: PromptLogprobRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Executed in this order: copies out, copies in, one packed pass over the sequences."""
+
+    copies_out: Sequence[CopyOut] = ()
+    copies_in: Sequence[CopyIn] = ()
+    sequences: Sequence[SequenceInput] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`draws[i]` are the target's own tokens for sequence i's sample rows."""
+
+    draws: Sequence[Sequence[Sampled | Unsampled]] = ()
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
+    seconds: float = field(default=0.0)  # of the pass alone, without copies
+    error: Exception | None = None  # the pass failed; the copies had been made

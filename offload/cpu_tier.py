@@ -1,0 +1,194 @@
+"""The CPU tier: one bounded arena of equal slots in anonymous memory."""
+
+from __future__ import annotations
+
+import mmap
+import time
+
+from offload.block_index import BlockIndex
+from offload.tier import (
+    BlockKey,
+    BlockMeta,
+    BlockState,
+    Entry,
+    Reservation,
+    TierOpenError,
+    TierUsage,
+    WriteResult,
+)
+
+
+class CpuTier:
+    """Blocks in host memory, least recently used out first.
+
+    The arena is mapped at once and touched slot by slot, lowest first and reused slots before
+    fresh ones, so memory never needed is never resident.
+
+    Raises TierOpenError if it cannot hold one block or cannot be mapped.
+    """
+
+    in_memory = True
+
+    def __init__(self, capacity_bytes: int, *, block_bytes: int, name: str = "cpu") -> None:
+        num_slots = capacity_bytes // block_bytes
+        if num_slots < 1:
+            raise TierOpenError(
+                f"{name} tier: {capacity_bytes} bytes hold no block of {block_bytes} bytes; "
+                "give it more, or 0 for none"
+            )
+        try:
+            self._arena = mmap.mmap(
+                -1, num_slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        except OSError as error:
+            raise TierOpenError(
+                f"{name} tier: cannot map {num_slots * block_bytes} bytes of memory "
+                f"({error.strerror}); give it less"
+            ) from error
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        self._block_bytes = block_bytes
+        self._num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._index = BlockIndex()
+        self._num_dead = 0  # slots of dead entries that somebody still reads or fills
+        self._num_saving = 0
+        self._epoch = 0
+        self._evicted = 0
+
+    def state(self, key: BlockKey) -> BlockState:
+        return self._index.state(key)
+
+    def keys(self) -> list[BlockKey]:
+        return self._index.keys()
+
+    def meta(self, key: BlockKey) -> BlockMeta | None:
+        return self._index.get(key).meta
+
+    def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
+        if self._index.state(key) is not BlockState.ABSENT:
+            raise ValueError(f"a save of a block that is {self._index.state(key).value}")
+        evicted: tuple[Entry, ...] = ()
+        if not self._free:
+            victim = next(self._index.evictable(), None)
+            if victim is None:
+                return None
+            self._index.forget(victim)
+            self._release(victim)
+            self._evicted += 1
+            evicted = (victim,)
+        entry = Entry(key, self._block_bytes, meta, slot=self._free.pop())
+        self._index.begin_save(entry)
+        self._num_saving += 1
+        return Reservation(entry, self._epoch, evicted)
+
+    def settle(self, reservation: Reservation, result: WriteResult) -> bool:
+        entry = reservation.entry
+        if reservation.epoch != self._epoch:
+            self._num_dead -= 1
+            self._release(entry)
+            return False
+        self._num_saving -= 1
+        if result.error is not None:
+            self._index.forget(entry)
+            self._release(entry)
+            return False
+        entry.meta = result.meta or entry.meta
+        entry.recency = time.time()
+        self._index.publish(entry)
+        return True
+
+    def pin(self, key: BlockKey) -> Entry:
+        return self._index.pin(key)
+
+    def unpin(self, entry: Entry) -> None:
+        self._index.unpin(entry)
+        if not entry.pins and entry.state is BlockState.ABSENT:
+            self._num_dead -= 1
+            self._release(entry)
+
+    def touch(self, key: BlockKey) -> None:
+        self._index.touch(key, time.time())
+
+    def forget(self, entry: Entry) -> None:
+        if self._index.owns(entry):
+            self._index.forget(entry)
+            self._bury(entry)
+
+    def condemn(self, entry: Entry) -> int | None:
+        self.forget(entry)
+        return None
+
+    def removed(self, entry: Entry, result: WriteResult) -> None:
+        raise ValueError("memory has nothing to remove")
+
+    def drop_all(self) -> int:
+        held, saving = self._index.clear()
+        for entry in held:
+            self._bury(entry)
+        self._num_dead += len(saving)  # still being filled; `settle` gives the slot back
+        self._num_saving = 0
+        self._epoch += 1
+        return len(held)
+
+    def slot(self, entry: Entry) -> memoryview:
+        assert entry.slot is not None
+        start = entry.slot * self._block_bytes
+        return memoryview(self._arena)[start : start + self._block_bytes]
+
+    def begin_survey(self) -> None:
+        return None
+
+    def absorb(self, survey: object) -> None:
+        raise ValueError("memory is not surveyed")
+
+    def usage(self) -> TierUsage:
+        return TierUsage(
+            len(self._index), self._index.num_bytes, self._index.pinned_blocks, self._evicted
+        )
+
+    def num_pins(self) -> int:
+        return self._index.num_pins
+
+    def check(self) -> None:
+        self._index.check()
+        assert len(set(self._free)) == len(self._free), "a slot is free twice"
+        used = len(self._index) + self._num_saving + self._num_dead
+        assert used + len(self._free) == self._num_slots, "slots do not add up"
+
+    def write(self, reservation: Reservation, meta: BlockMeta, payload: memoryview) -> WriteResult:
+        self.slot(reservation.entry)[:] = payload
+        return WriteResult(num_bytes=self._block_bytes)
+
+    def read(self, entry: Entry, into: memoryview) -> BlockMeta:
+        if entry.meta is None:
+            raise FileNotFoundError("the block is still being filled")
+        into[:] = self.slot(entry)
+        return entry.meta
+
+    def remove(self, key: BlockKey, epoch: int) -> WriteResult:
+        raise ValueError("memory has nothing to remove")
+
+    def survey(self, request: object) -> None:
+        raise ValueError("memory is not surveyed")
+
+    def wipe(self) -> None:
+        """Memory is as durable as it gets."""
+
+    def sync(self) -> None:
+        """Memory is as durable as it gets."""
+
+    def close(self) -> None:
+        """The arena goes with the last view of it."""
+
+    def _bury(self, entry: Entry) -> None:
+        """Give the slot back, now or with the last pin."""
+        if entry.pins:
+            self._num_dead += 1
+        else:
+            self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        assert entry.slot is not None
+        self._free.append(entry.slot)
+        entry.slot = None

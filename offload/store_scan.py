@@ -1,0 +1,251 @@
+"""What lies in a disk tier's directory, by names and `stat` alone.
+
+    DIR/                                    0700
+      <fingerprint, 64 hex>/                0700  one per model and everything that changes its KV
+        <first 2 hex of the hash>/
+          <block hash, 64 hex>.<group>.kv   0600  a published record, see block_file
+        .tmp.<pid>.<token>.<n>              0600  being written; its writer holds a lock on it
+      .trash.<pid>.<token>.<n>/             what a reset renamed away; nobody reads it
+
+No symbolic link is followed: one is FOREIGN, like everything else that this drawing lacks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from enum import Enum
+from typing import NamedTuple
+
+from offload.tier import BlockHash, BlockKey
+
+TEMPORARY_PREFIX = ".tmp."
+TRASH_PREFIX = ".trash."
+SUFFIX = ".kv"
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_HEX = frozenset("0123456789abcdef")
+_GROUP = re.compile(r"\.(0|[1-9][0-9]{0,8})\.kv")
+_GROUP_0 = f".0{SUFFIX}"
+
+
+class Kind(Enum):
+    """What a name in the store stands for."""
+
+    BLOCK = "block"
+    TEMPORARY = "temporary"
+    TRASH = "trash"
+    FOREIGN = "foreign"
+    DIRECTORY = "directory"  # of the store itself: only its own bytes matter
+
+
+class StoreFile(NamedTuple):
+    """One file or directory of the store; bytes and seconds since the epoch."""
+
+    kind: Kind
+    path: str  # relative to the store's directory
+    fingerprint: str | None  # hex
+    key: BlockKey | None  # of a BLOCK
+    size_bytes: int
+    physical_bytes: int
+    mtime: float
+
+
+def block_name(key: BlockKey) -> tuple[str, str]:
+    """Directory (two hex digits) and file name of a block below its fingerprint's directory."""
+    name = key.block_hash.hex()
+    return name[:2], f"{name}.{key.group}{SUFFIX}"
+
+
+def parse_block_name(prefix: str, name: str) -> BlockKey | None:
+    """The key that `block_name` gave this name, or None."""
+    digits = name[:64]
+    try:
+        block_hash = bytes.fromhex(digits)
+    except ValueError:
+        return None
+    # Back to text and compared: `fromhex` also takes capitals and blanks.
+    if len(block_hash) != 32 or block_hash.hex() != digits or name[:2] != prefix:
+        return None
+    group = 0 if name[64:] == _GROUP_0 else _parse_group(name[64:])
+    return None if group is None else BlockKey(BlockHash(block_hash), group)
+
+
+def _parse_group(text: str) -> int | None:
+    match = _GROUP.fullmatch(text)
+    return int(match[1]) if match else None
+
+
+def is_fingerprint(name: str) -> bool:
+    """Whether a name in the store's directory is that of a fingerprint."""
+    return len(name) == 64 and _HEX.issuperset(name)
+
+
+def open_directory(name: str, dir_fd: int | None = None) -> int:
+    """A descriptor of a directory that is no symbolic link. Raises OSError."""
+    return os.open(name, OPEN_DIRECTORY, dir_fd=dir_fd)
+
+
+def scan(dir_fd: int) -> Iterator[StoreFile]:
+    """Everything in the store, directories included. What vanishes meanwhile is left out.
+
+    Raises OSError only if the store's own directory cannot be read.
+    """
+    yield _directory(".", None, os.fstat(dir_fd))
+    with os.scandir(dir_fd) as entries:
+        for entry in entries:
+            is_directory = entry.is_dir(follow_symlinks=False)
+            if is_directory and is_fingerprint(entry.name):
+                yield from scan_fingerprint(dir_fd, entry.name)
+            elif is_directory:
+                kind = Kind.TRASH if entry.name.startswith(TRASH_PREFIX) else Kind.FOREIGN
+                yield from _scan_tree(dir_fd, entry.name, kind, None)
+            else:
+                yield from _other(entry, entry.name, Kind.FOREIGN, None)
+
+
+def scan_fingerprint(dir_fd: int, fingerprint: str) -> Iterator[StoreFile]:
+    """Everything below one fingerprint's directory."""
+    try:
+        root = open_directory(fingerprint, dir_fd)
+    except OSError:
+        return
+    try:
+        yield _directory(fingerprint, fingerprint, os.fstat(root))
+        with os.scandir(root) as entries:
+            for entry in entries:
+                path = f"{fingerprint}/{entry.name}"
+                is_directory = entry.is_dir(follow_symlinks=False)
+                if is_directory and len(entry.name) == 2 and _HEX.issuperset(entry.name):
+                    yield from _scan_prefix(root, fingerprint, entry.name)
+                elif is_directory:
+                    yield from _scan_tree(dir_fd, path, Kind.FOREIGN, fingerprint)
+                elif entry.name.startswith(TEMPORARY_PREFIX):
+                    yield from _other(entry, path, Kind.TEMPORARY, fingerprint)
+                else:
+                    yield from _other(entry, path, Kind.FOREIGN, fingerprint)
+    finally:
+        os.close(root)
+
+
+def _scan_prefix(root: int, fingerprint: str, prefix: str) -> Iterator[StoreFile]:
+    try:
+        fd = open_directory(prefix, root)
+    except OSError:
+        return
+    try:
+        yield _directory(f"{fingerprint}/{prefix}", fingerprint, os.fstat(fd))
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                path = f"{fingerprint}/{prefix}/{entry.name}"
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                key = parse_block_name(prefix, entry.name)
+                if key is None or not stat.S_ISREG(status.st_mode):
+                    kind, key = Kind.FOREIGN, None
+                else:
+                    kind = Kind.BLOCK
+                yield StoreFile(
+                    kind,
+                    path,
+                    fingerprint,
+                    key,
+                    status.st_size,
+                    status.st_blocks * 512,
+                    status.st_mtime,
+                )
+    finally:
+        os.close(fd)
+
+
+def _other(
+    entry: os.DirEntry[str], path: str, kind: Kind, fingerprint: str | None
+) -> Iterator[StoreFile]:
+    with suppress(OSError):
+        status = entry.stat(follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
+            kind = Kind.FOREIGN
+        yield StoreFile(
+            kind,
+            path,
+            fingerprint,
+            None,
+            status.st_size,
+            status.st_blocks * 512,
+            status.st_mtime,
+        )
+
+
+def _scan_tree(dir_fd: int, path: str, kind: Kind, fingerprint: str | None) -> Iterator[StoreFile]:
+    walk = os.fwalk(path, dir_fd=dir_fd, follow_symlinks=False, onerror=None)
+    for folder, _, names, fd in walk:
+        yield _directory(folder, fingerprint, os.fstat(fd), kind)
+        for name in names:
+            with suppress(OSError):
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                yield StoreFile(
+                    kind,
+                    f"{folder}/{name}",
+                    fingerprint,
+                    None,
+                    status.st_size,
+                    status.st_blocks * 512,
+                    status.st_mtime,
+                )
+
+
+def _directory(
+    path: str, fingerprint: str | None, status: os.stat_result, kind: Kind = Kind.DIRECTORY
+) -> StoreFile:
+    return StoreFile(
+        kind,
+        path,
+        fingerprint,
+        None,
+        status.st_size,
+        status.st_blocks * 512,
+        status.st_mtime,
+    )
+
+
+def reclaim_temporary(dir_fd: int, path: str) -> bool:
+    """Remove a temporary file whose writer is dead; False if it lives or the file is gone.
+
+    A writer holds an exclusive lock on its file from creation to publication, and after locking
+    checks that the name is still its own, so taking the lock here proves that nobody writes.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path, dir_fd=dir_fd)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def remove_tree(dir_fd: int, path: str) -> None:
+    """Remove a directory of the store and all below it, following no link; what cannot be removed
+    stays for the next attempt."""
+    for _, folders, names, fd in os.fwalk(path, topdown=False, dir_fd=dir_fd):
+        for name in names:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=fd)
+        for name in folders:
+            try:
+                os.rmdir(name, dir_fd=fd)
+            except OSError:
+                with suppress(OSError):  # fwalk lists a link to a directory among the folders
+                    os.unlink(name, dir_fd=fd)
+    with suppress(OSError):
+        os.rmdir(path, dir_fd=dir_fd)

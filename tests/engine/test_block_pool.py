@@ -1,0 +1,143 @@
+"""The block pool: references, the prefix map, and who is evicted first."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.block_pool import BlockPool
+from offload.tier import BlockHash, BlockKey, BlockMeta
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(BlockHash(number.to_bytes(32, "big")), 0)
+
+
+META = BlockMeta(BlockHash(bytes(32)), (1, 2, 3, 4))
+
+
+@pytest.fixture
+def evicted() -> list[BlockKey]:
+    return []
+
+
+def make_pool(num_blocks: int, evicted: list[BlockKey]) -> BlockPool:
+    return BlockPool(num_blocks, on_evict=evicted.append)
+
+
+def cached_block(pool: BlockPool, number: int) -> int:
+    block_id = pool.allocate()
+    assert pool.register(key(number), META, block_id)
+    pool.release(block_id)
+    return block_id
+
+
+def test_a_released_block_is_found_until_it_is_needed(evicted: list[BlockKey]) -> None:
+    pool = make_pool(2, evicted)
+    first = cached_block(pool, 1)
+    assert pool.lookup(key(1)) == first
+    assert pool.num_available == 2
+    pool.allocate()  # the meaningless block goes first
+    assert pool.lookup(key(1)) == first
+    assert evicted == []
+    assert pool.allocate() == first
+    assert pool.lookup(key(1)) is None
+    assert evicted == [key(1)]
+    with pytest.raises(IndexError):
+        pool.allocate()
+
+
+def test_least_recently_released_goes_first(evicted: list[BlockKey]) -> None:
+    pool = make_pool(3, evicted)
+    blocks = [cached_block(pool, number) for number in (1, 2, 3)]
+    pool.reference(blocks[0])  # a hit makes it recent again
+    pool.release(blocks[0])
+    for _ in range(3):
+        pool.allocate()
+    assert evicted == [key(2), key(3), key(1)]
+
+
+def test_a_referenced_block_is_never_handed_out(evicted: list[BlockKey]) -> None:
+    pool = make_pool(2, evicted)
+    block = cached_block(pool, 1)
+    pool.reference(block)
+    assert pool.allocate() != block
+    with pytest.raises(IndexError):
+        pool.allocate()
+    assert evicted == []
+
+
+def test_one_key_has_one_block(evicted: list[BlockKey]) -> None:
+    pool = make_pool(2, evicted)
+    first, second = pool.allocate(), pool.allocate()
+    assert pool.register(key(1), META, first)
+    assert not pool.register(key(1), META, second)
+    assert pool.lookup(key(1)) == first
+    assert pool.key_of(second) is None
+    pool.release(second)
+    assert pool.allocate() == second
+    assert evicted == []
+
+
+def test_reset_forgets_but_frees_nothing_referenced(evicted: list[BlockKey]) -> None:
+    pool = make_pool(3, evicted)
+    kept = pool.allocate()
+    pool.register(key(1), META, kept)
+    cached_block(pool, 2)
+    assert pool.reset() == 2
+    assert pool.lookup(key(1)) is None
+    assert pool.lookup(key(2)) is None
+    assert pool.num_available == 2
+    assert set(evicted) == {key(1), key(2)}
+    pool.release(kept)
+    pool.check()
+    assert pool.num_available == 3
+
+
+def test_releasing_too_often_is_an_error(evicted: list[BlockKey]) -> None:
+    pool = make_pool(1, evicted)
+    block = pool.allocate()
+    pool.release(block)
+    with pytest.raises(AssertionError, match="more often"):
+        pool.release(block)
+
+
+def test_check_finds_a_leak(evicted: list[BlockKey]) -> None:
+    pool = make_pool(2, evicted)
+    block = pool.allocate()
+    pool._unreferenced[block] = None
+    with pytest.raises(AssertionError, match="misfiled"):
+        pool.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("arfRx"), st.integers(0, 7)), max_size=80))
+def test_against_a_model(operations: list[tuple[str, int]]) -> None:
+    """Random operations against two dicts: references and the prefix map."""
+    evicted: list[BlockKey] = []
+    pool = make_pool(4, evicted)
+    held: list[int] = []
+    known: dict[BlockKey, int] = {}
+    for verb, number in operations:
+        if verb == "a" and pool.num_available:
+            block = pool.allocate()
+            assert block not in held
+            known = {k: b for k, b in known.items() if b != block}
+            held.append(block)
+        elif verb == "r" and held:
+            block = held[number % len(held)]
+            if pool.key_of(block) is None:
+                fresh = key(number) not in known
+                assert pool.register(key(number), META, block) is fresh
+                known.setdefault(key(number), block)
+        elif verb == "f" and held:
+            pool.release(held.pop(number % len(held)))
+        elif verb == "R" and key(number) in known:
+            pool.reference(known[key(number)])
+            held.append(known[key(number)])
+        elif verb == "x" and number == 0:
+            assert pool.reset() == len(known)
+            known = {}
+        pool.check()
+        assert pool.num_available == 4 - len(set(held))
+        for number_ in range(8):
+            assert pool.lookup(key(number_)) == known.get(key(number_))
