@@ -185,27 +185,24 @@ def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
 
 def _open_tiers(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> list[Tier]:
     tiers: list[Tier] = []
-    if config.cpu_tier >= block_bytes:
-        tiers.append(CpuTier(config.cpu_tier, block_bytes))
-    elif config.cpu_tier:
-        raise StartupError(
-            f"--cpu-tier {config.cpu_tier} holds not one KV block of {block_bytes} bytes;"
-            " raise it, or give 0 for no CPU tier"
-        )
+    if config.cpu_tier:
+        try:
+            tiers.append(CpuTier(config.cpu_tier, block_bytes=block_bytes))
+        except TierOpenError as error:
+            raise StartupError(f"--cpu-tier {config.cpu_tier}: {error}") from error
     if config.disk_tier is None:
         return tiers
     try:
         tiers.append(
             DiskTier.open(
                 config.disk_tier,
-                capacity_bytes=config.disk_tier_size,
                 fingerprint=fingerprint,
                 block_bytes=block_bytes,
-                block_size=config.block_size,
+                capacity_bytes=config.disk_tier_size,
             )
         )
     except TierOpenError as error:
         if not config.disk_tier_optional:
-            raise StartupError(str(error)) from error
+            raise StartupError(f"--disk-tier {config.disk_tier}: {error}") from error
         logger.warning("serving without the disk tier: %s", error)
     return tiers

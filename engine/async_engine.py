@@ -39,6 +39,8 @@ from engine.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 ProgressFn = Callable[[str, float], None]
+# How often an idle engine checks its conservation laws: the check walks every block.
+IDLE_CHECK_SECONDS = 60.0
 # A flush at shutdown waits this long for a slow disk, then gives up what is not yet stored.
 CLOSE_FLUSH_SECONDS = 30.0
 
@@ -107,6 +109,7 @@ class AsyncEngine:
         self._random = random.Random(config.seed)
         self._accepting = True
         self._stopping = False
+        self._next_check = 0.0
         self._wake = asyncio.Event()
         self._round_waiters: list[asyncio.Future[None]] = []
         self._drained = asyncio.Event()
@@ -358,9 +361,23 @@ class AsyncEngine:
 
     async def _sleep(self) -> None:
         """Until somebody calls, a transfer ends, or a load's deadline passes. No polling."""
+        if not self._core.num_live:
+            self._check_when_idle()
         deadline = self._core.next_deadline()
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         await _wait(self._wake, timeout)
+
+    def _check_when_idle(self) -> None:
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + IDLE_CHECK_SECONDS
+        try:
+            self._core.check()
+        except AssertionError:
+            # Serving goes on: a leak costs capacity, while correctness rests on verified loads.
+            logger.exception("the KV accounting does not add up; please report this")
+            self._core.counters.failed_checks += 1
 
     def _wake_from_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._wake.set)

@@ -431,6 +431,7 @@ class EngineCore:
             spec_accepted_per_pos=list(counters.spec_accepted_per_pos),
             drafter_failures=dict(self._drafter.failures) if self._drafter else {},
             failed_steps=counters.failed_steps,
+            failed_checks=counters.failed_checks,
             tiers=self.offload.stats(),
         )
 

@@ -1,11 +1,11 @@
 """Everything the engine raises on purpose.
 
-    OverwinterError
-    |-- StartupError          the process cannot start; the message is the last line the user sees
-    |-- InvalidRequestError   the request can never be served as asked; names the field
-    |-- QueueFullError        try again later
-    |-- EngineClosedError     draining or closed
-    '-- EngineDeadError       the engine loop failed; every request, now and later, gets this
+OverwinterError
+|-- StartupError          the process cannot start; the message is the last line the user sees
+|-- InvalidRequestError   the request can never be served as asked; names the field
+|-- QueueFullError        try again later
+|-- EngineClosedError     draining or closed
+'-- EngineDeadError       the engine loop failed; every request, now and later, gets this
 """
 
 from __future__ import annotations

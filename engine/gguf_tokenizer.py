@@ -78,7 +78,7 @@ def save_tokenizer(header: GGUFHeader, directory: Path, max_length: int) -> None
 
 
 def stop_ids(metadata: dict[str, Any]) -> list[int]:
-    """Ids that end a generation: the file's EOS, EOT and EOM, and control tokens that end a turn."""
+    """Ids that end a generation: EOS, EOT, EOM, and the control tokens that end a turn."""
     tokens, kinds = metadata[_KEY + "tokens"], metadata.get(_KEY + "token_type", ())
     ids = [metadata.get(f"{_KEY}{name}_token_id") for name in ("eos", "eot", "eom")]
     controls = {tokens[i]: i for i, kind in enumerate(kinds) if kind == CONTROL}

@@ -20,7 +20,6 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from offload.store_scan import (
     remove_tree,
     scan,
 )
-from offload.tier import BlockKey, BlockMeta, StrangerFile, TierOpenError, WriteResult
+from offload.tier import BlockKey, BlockMeta, Entry, StrangerFile, TierOpenError, WriteResult
 
 _MAX_STRANGERS = 8192  # eviction candidates a survey names; more come with the next
 _PUBLISH_ATTEMPTS = 5
@@ -50,7 +49,7 @@ class SurveyRequest:
     """What the planner knows before a survey."""
 
     epoch: int
-    known: AbstractSet[BlockKey]
+    known: Mapping[BlockKey, Entry]  # the entries are only handed back
     touched: Mapping[BlockKey, float]  # seconds since the epoch, to be recorded as mtime
 
 
@@ -60,7 +59,7 @@ class Survey:
 
     epoch: int
     found: list[tuple[BlockKey, int, float]]  # ours, not known: key, bytes, mtime; oldest first
-    vanished: list[BlockKey]  # known, not there
+    vanished: list[Entry]  # known, not there
     strangers: list[StrangerFile]  # may be evicted; oldest first
     other_bytes: int  # all that is neither known nor found, strangers and directories included
     stuck_bytes: int  # the part of it that we may not remove
@@ -393,7 +392,7 @@ class BlockDirectory:
 class _Inventory:
     """Sums up a scan for one fingerprint."""
 
-    def __init__(self, fingerprint: str, block_bytes: int, known: AbstractSet[BlockKey]) -> None:
+    def __init__(self, fingerprint: str, block_bytes: int, known: Mapping[BlockKey, Entry]) -> None:
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
         self._known = known
@@ -440,7 +439,7 @@ class _Inventory:
         return Survey(
             request.epoch,
             found,
-            [key for key in request.known if key not in self._seen],
+            [entry for key, entry in request.known.items() if key not in self._seen],
             self._strangers[:_MAX_STRANGERS],
             self._other_bytes,
             self._stuck_bytes,

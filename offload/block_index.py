@@ -9,7 +9,7 @@ An `Entry` that `forget` or `clear` took out is dead: its holders may still rele
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from offload.tier import BlockKey, BlockState, Entry
 
@@ -21,8 +21,11 @@ class BlockIndex:
         self._present: OrderedDict[BlockKey, Entry] = OrderedDict()
         self._saving: dict[BlockKey, Entry] = {}
         self._evicting: dict[BlockKey, Entry] = {}
+        # PRESENT and EVICTING again, because a plain dict copies a hundred times faster.
+        self._stored: dict[BlockKey, Entry] = {}
         self.num_bytes = 0  # PRESENT and EVICTING: SAVING is charged by its reservation
-        self.pinned_blocks = 0
+        self.pinned_blocks = 0  # with at least one pin, dead ones included
+        self.num_pins = 0
 
     def __len__(self) -> int:
         return len(self._present)
@@ -38,9 +41,9 @@ class BlockIndex:
         """PRESENT, least recently used first."""
         return list(self._present)
 
-    def stored_keys(self) -> list[BlockKey]:
-        """PRESENT and EVICTING: whose bytes the index counts."""
-        return [*self._present, *self._evicting]
+    def stored(self) -> dict[BlockKey, Entry]:
+        """A copy of what is PRESENT or EVICTING: whose bytes the index counts."""
+        return self._stored.copy()
 
     def get(self, key: BlockKey) -> Entry:
         """The PRESENT entry; KeyError otherwise."""
@@ -69,18 +72,20 @@ class BlockIndex:
     def publish(self, entry: Entry) -> None:
         """SAVING -> PRESENT, most recently used."""
         del self._saving[entry.key]
-        self._insert(entry)
-
-    def adopt(self, entry: Entry) -> None:
-        """ABSENT -> PRESENT for a block that was found stored."""
-        if self.state(entry.key) is not BlockState.ABSENT:
-            raise ValueError(f"adopting a block that is {self.state(entry.key).value}")
-        self._insert(entry)
-
-    def _insert(self, entry: Entry) -> None:
         entry.state = BlockState.PRESENT
-        self._present[entry.key] = entry
+        self._present[entry.key] = self._stored[entry.key] = entry
         self.num_bytes += entry.num_bytes
+
+    def adopt(self, found: Iterable[tuple[BlockKey, int, float]]) -> None:
+        """ABSENT -> PRESENT for blocks found stored: key, bytes and recency, oldest first. Those
+        that are not ABSENT stay as they are."""
+        present, saving, stored = self._present, self._saving, self._stored
+        state = BlockState.PRESENT
+        for key, num_bytes, recency in found:  # a hundred thousand at startup: keep it flat
+            if key not in stored and key not in saving:
+                entry = Entry(key, num_bytes, None, None, recency, 0, state)
+                present[key] = stored[key] = entry
+                self.num_bytes += num_bytes
 
     def evictable(self) -> Iterator[Entry]:
         """Unpinned PRESENT entries, least recently used first."""
@@ -104,7 +109,7 @@ class BlockIndex:
             del self._saving[entry.key]
         else:
             holder = self._present if entry.state is BlockState.PRESENT else self._evicting
-            del holder[entry.key]
+            del holder[entry.key], self._stored[entry.key]
             self.num_bytes -= entry.num_bytes
         entry.state = BlockState.ABSENT
 
@@ -117,12 +122,14 @@ class BlockIndex:
         self._present.clear()
         self._saving.clear()
         self._evicting.clear()
+        self._stored.clear()
         self.num_bytes = 0
         return held, saving
 
     def pin(self, key: BlockKey) -> Entry:
         entry = self._present[key]
         entry.pins += 1
+        self.num_pins += 1
         self.pinned_blocks += entry.pins == 1
         return entry
 
@@ -130,6 +137,7 @@ class BlockIndex:
         if not entry.pins:
             raise ValueError("unpin without a pin")
         entry.pins -= 1
+        self.num_pins -= 1
         self.pinned_blocks -= entry.pins == 0
 
     def touch(self, key: BlockKey, now: float) -> bool:
@@ -153,5 +161,6 @@ class BlockIndex:
                 assert entry.state is state, f"a block {entry.state.value} among the {state.value}"
         held = [*self._present.values(), *self._evicting.values()]
         assert self.num_bytes == sum(entry.num_bytes for entry in held), "bytes do not add up"
-        keys = len(self._present.keys() | self._saving.keys() | self._evicting.keys())
-        assert keys == len(self._present) + len(self._saving) + len(self._evicting)
+        assert self._stored == {**self._present, **self._evicting}, "a block counted nowhere"
+        assert len(self._stored) == len(held), "a block in two states"
+        assert not self._stored.keys() & self._saving.keys(), "a block in two states"

@@ -147,6 +147,9 @@ class CpuTier:
             len(self._index), self._index.num_bytes, self._index.pinned_blocks, self._evicted
         )
 
+    def num_pins(self) -> int:
+        return self._index.num_pins
+
     def check(self) -> None:
         self._index.check()
         assert len(set(self._free)) == len(self._free), "a slot is free twice"

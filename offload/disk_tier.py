@@ -57,7 +57,6 @@ class DiskTier:
         self._strangers: deque[StrangerFile] = deque()
         self._skipped: dict[str, int] = {}
         self._evicted = 0
-        self._survey_started = 0.0
         self._reclaiming = False  # a reset's leftovers still count and will soon be gone
 
     @classmethod
@@ -197,7 +196,8 @@ class DiskTier:
             self._touched[key] = now
 
     def forget(self, entry: Entry) -> None:
-        if self._index.owns(entry):
+        # An EVICTING block is its remover's to forget.
+        if self._index.owns(entry) and entry.state is BlockState.PRESENT:
             self._index.forget(entry)
             self._other_bytes += entry.num_bytes  # if still there; the next survey knows
 
@@ -225,9 +225,8 @@ class DiskTier:
         return num_blocks
 
     def begin_survey(self) -> SurveyRequest:
-        self._survey_started = time.time()
         touched, self._touched = self._touched, {}
-        return SurveyRequest(self._epoch, frozenset(self._index.stored_keys()), touched)
+        return SurveyRequest(self._epoch, self._index.stored(), touched)
 
     def absorb(self, survey: Survey) -> None:
         """Take over what a survey found. One of an older epoch says nothing about this one."""
@@ -238,14 +237,10 @@ class DiskTier:
         self._strangers = deque(survey.strangers)
         self._skipped = survey.skipped
         self._reclaiming = False
-        for key, num_bytes, mtime in survey.found:
-            if self._index.state(key) is BlockState.ABSENT:
-                self._index.adopt(Entry(key, num_bytes, recency=mtime))
-        for key in survey.vanished:
-            if self._index.state(key) is BlockState.PRESENT:
-                entry = self._index.get(key)
-                if not entry.pins and entry.recency < self._survey_started:
-                    self._index.forget(entry)
+        self._index.adopt(survey.found)
+        for entry in survey.vanished:
+            if entry.state is BlockState.PRESENT and not entry.pins and self._index.owns(entry):
+                self._index.forget(entry)
 
     def usage(self) -> TierUsage:
         return TierUsage(
@@ -255,6 +250,9 @@ class DiskTier:
             self._evicted,
             dict(self._skipped),
         )
+
+    def num_pins(self) -> int:
+        return self._index.num_pins
 
     def check(self) -> None:
         self._index.check()

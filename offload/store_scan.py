@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,6 +29,8 @@ SUFFIX = ".kv"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _HEX = frozenset("0123456789abcdef")
+_GROUP = re.compile(r"\.(0|[1-9][0-9]{0,8})\.kv")
+_GROUP_0 = f".0{SUFFIX}"
 
 
 class Kind(Enum):
@@ -60,15 +63,21 @@ def block_name(key: BlockKey) -> tuple[str, str]:
 
 def parse_block_name(prefix: str, name: str) -> BlockKey | None:
     """The key that `block_name` gave this name, or None."""
-    digits = name[64:]
-    if not digits.startswith(".") or not digits.endswith(SUFFIX) or name[:2] != prefix:
+    digits = name[:64]
+    try:
+        block_hash = bytes.fromhex(digits)
+    except ValueError:
         return None
-    group = digits[1 : -len(SUFFIX)]
-    if not group.isascii() or not group.isdigit() or (len(group) > 1 and group[0] == "0"):
+    # Back to text and compared: `fromhex` also takes capitals and blanks.
+    if len(block_hash) != 32 or block_hash.hex() != digits or name[:2] != prefix:
         return None
-    if not _HEX.issuperset(name[:64]):
-        return None
-    return BlockKey(BlockHash(bytes.fromhex(name[:64])), int(group))
+    group = 0 if name[64:] == _GROUP_0 else _parse_group(name[64:])
+    return None if group is None else BlockKey(BlockHash(block_hash), group)
+
+
+def _parse_group(text: str) -> int | None:
+    match = _GROUP.fullmatch(text)
+    return int(match[1]) if match else None
 
 
 def is_fingerprint(name: str) -> bool:

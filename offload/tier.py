@@ -203,6 +203,9 @@ class Tier(Protocol):
 
     def absorb(self, survey: Any) -> None: ...
     def usage(self) -> TierUsage: ...
+    def num_pins(self) -> int:
+        """Pins not yet released, on entries that a reset took out too."""
+
     def check(self) -> None:
         """AssertionError if a conservation law is broken."""
 

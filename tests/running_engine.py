@@ -48,10 +48,10 @@ class Answer:
             self.prompt_logprobs = output.prompt_logprobs
 
 
-def engine_config(model: Path, cache_dir: Path, **overrides: Any) -> EngineConfig:
+def engine_config(model_dir: Path, cache_dir: Path, **overrides: Any) -> EngineConfig:
     """Small blocks and a small pool, float32, one thread; `overrides` replace fields."""
     fields: dict[str, Any] = {
-        "model": str(model),
+        "model": str(model_dir),
         "cache_dir": cache_dir,
         "device": "cpu",
         "dtype": "float32",

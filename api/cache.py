@@ -1,0 +1,39 @@
+"""`/cache/*`: what the tiers hold, making it durable, and forgetting it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from api.body import parse, read_optional_json, schema_of
+from api.context import Context
+from api.protocol import CacheResetBody
+
+
+def router(context: Context) -> APIRouter:
+    routes = APIRouter(prefix="/cache")
+
+    @routes.get("/stats")
+    async def stats() -> dict[str, Any]:
+        return context.holder.loaded().cache_stats()
+
+    @routes.post("/flush")
+    async def flush() -> dict[str, Any]:
+        """Covers every request whose answer had been sent; does not wait for running ones."""
+        return await context.holder.loaded().cache_flush()
+
+    @routes.post("/reset", openapi_extra=schema_of(CacheResetBody, required=False))
+    async def reset(request: Request) -> dict[str, Any]:
+        """Nothing stored, queued or in flight before it is ever served again."""
+        raw = await read_optional_json(request, context.settings.max_body_bytes)
+        body = parse(CacheResetBody, raw, context.metrics)
+        engine = context.holder.loaded()
+        if body.tiers is None:
+            return {"dropped": await engine.cache_reset(None)}
+        present = engine.cache_stats()["tiers"]
+        dropped = await engine.cache_reset([tier for tier in body.tiers if tier in present])
+        # A tier that this server does not have holds nothing: no fault, and nothing dropped.
+        return {"dropped": {tier: dropped.get(tier, 0) for tier in body.tiers}}
+
+    return routes

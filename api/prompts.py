@@ -1,0 +1,184 @@
+"""Prompts: what the client wrote, as token ids that fit the model.
+
+Long texts are tokenised on a thread, so that nobody's stream waits for somebody's megabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from api import errors
+from api.protocol import ROLES, GenerationBody, is_token_ids
+
+if TYPE_CHECKING:
+    from engine.async_engine import AsyncEngine
+    from engine.tokenizer import Tokenizer
+
+INLINE_CHARS = 16_384  # tokenised on the event loop up to here: a few milliseconds
+PROMPT_SHAPES = (
+    "'prompt' must be a string, a list of strings, a list of token ids or a list of lists of them."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt; `text` is what the client wrote, None where it sent token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+def parse_prompts(value: Any) -> list[str | list[int]]:
+    """The prompts of a completion request. Raises `ApiError` 400."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return list(value)
+        if is_token_ids(value):
+            return [value]
+        if all(is_token_ids(item) for item in value):
+            return list(value)
+    raise errors.invalid_request(PROMPT_SHAPES, "prompt", "invalid_value")
+
+
+def parse_messages(value: Any, *, knows_developer: bool) -> list[dict[str, Any]]:
+    """The messages as the template takes them: plain text content, roles that it knows.
+
+    `developer` becomes `system` where the template has no word for it. Raises `ApiError` 400.
+    """
+    if not isinstance(value, list) or not value:
+        raise errors.invalid_request(
+            "'messages' must be a non-empty list of messages.", "messages", "invalid_value"
+        )
+    messages = []
+    for index, item in enumerate(value):
+        where = f"messages[{index}]"
+        if not isinstance(item, dict):
+            raise errors.invalid_request(f"'{where}' must be an object.", where, "invalid_value")
+        message = {name: entry for name, entry in item.items() if entry is not None}
+        role = message.get("role")
+        if role not in ROLES:
+            raise errors.invalid_request(
+                f"'{where}.role' must be one of {', '.join(ROLES)}.",
+                f"{where}.role",
+                "invalid_value",
+            )
+        if role == "developer" and not knows_developer:
+            message["role"] = "system"
+        if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
+            raise errors.invalid_request(
+                f"'{where}.content' is required.", f"{where}.content", "missing_field"
+            )
+        message["content"] = _content(message.get("content", ""), f"{where}.content")
+        messages.append(message)
+    return messages
+
+
+def _content(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise errors.invalid_request(
+            f"'{where}' must be a string or a list of parts.", where, "invalid_value"
+        )
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise errors.unsupported(
+                f"{where}[{index}].type",
+                f"'{where}[{index}]' is not a text part; this server takes text only.",
+            )
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise errors.invalid_request(
+                f"'{where}[{index}].text' must be a string.",
+                f"{where}[{index}].text",
+                "invalid_value",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) <= INLINE_CHARS:
+        return tokenizer.encode(text, add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+
+
+async def encode_prompt(
+    engine: AsyncEngine, prompt: str | list[int], add_special_tokens: bool
+) -> Prompt:
+    """Token ids of one prompt of a completion. Raises `ApiError` 400."""
+    if isinstance(prompt, str):
+        ids = await encode(engine.tokenizer, prompt, add_special_tokens)
+        checked = Prompt(ids, prompt)
+    else:
+        check_token_ids(engine, prompt, "prompt")
+        checked = Prompt(prompt)
+    if not checked.token_ids:
+        raise errors.invalid_request(
+            "'prompt' has no tokens; give at least one.", "prompt", "empty_prompt"
+        )
+    return checked
+
+
+async def encode_messages(engine: AsyncEngine, value: Any, add_special_tokens: bool) -> Prompt:
+    """Token ids of a conversation with the turn opened for the answer. Raises `ApiError` 400 and
+    what the template raises."""
+    tokenizer = engine.tokenizer
+    template = tokenizer.chat_template
+    if template is None:
+        raise errors.invalid_request(
+            f"The model {engine.model.name} has no chat template; use /v1/completions.", "messages"
+        )
+    messages = parse_messages(value, knows_developer="developer" in template)
+    text = tokenizer.render_chat(messages)
+    prompt = Prompt(await encode(tokenizer, text, add_special_tokens), text)
+    if not prompt.token_ids:
+        raise errors.invalid_request(
+            "'messages' make a prompt without tokens.", "messages", "empty_prompt"
+        )
+    return prompt
+
+
+def check_token_ids(engine: AsyncEngine, token_ids: Sequence[int], param: str) -> None:
+    """Raises `ApiError` 400 where an id is not in the vocabulary."""
+    largest = max(token_ids, default=0)
+    if largest >= engine.model.vocab_size:
+        raise errors.invalid_request(
+            f"'{param}' holds the token id {largest}; the vocabulary of {engine.model.name} has "
+            f"{engine.model.vocab_size} tokens.",
+            param,
+            "invalid_token_id",
+        )
+
+
+def check_length(
+    engine: AsyncEngine, num_prompt_tokens: int, body: GenerationBody, prompt_field: str
+) -> None:
+    """Raises `ApiError` 400 with both numbers where prompt and answer cannot fit together.
+
+    Without `max_tokens` the answer is what fits, which must be at least one token.
+    """
+    limit = engine.max_request_tokens
+    asked = body.asked_max_tokens
+    if num_prompt_tokens + (1 if asked is None else max(asked, 0)) <= limit:
+        return
+    if asked is None or num_prompt_tokens > limit:
+        param = prompt_field
+        message = (
+            f"The prompt has {num_prompt_tokens} tokens, but this server takes at most {limit} "
+            "for prompt and answer together; shorten it."
+        )
+    else:
+        param = body.max_tokens_field
+        message = (
+            f"The prompt has {num_prompt_tokens} tokens and {param} asks for {asked} more, but "
+            f"this server takes at most {limit} together; shorten the prompt or ask for less."
+        )
+    raise errors.invalid_request(message, param, "context_length_exceeded")

@@ -1,0 +1,298 @@
+"""The tiers below the device as one: what to save, what may be loaded, what to copy when.
+
+    offer, withdraw    what the device holds               poll          one round of copies
+    lookup, touch      which tier holds a block            copied_out,   the round was executed
+    load, cancel       bring one back                      copied_in
+    flush, reset, close                                    check         the conservation laws
+
+Everything is called by one task, the planner, and nothing blocks: disk work runs on daemon threads
+and its results are taken in `poll`. The manager calls `wake` whenever a `poll` would have news,
+from any thread; a planner that polls then, and now and then while a call may hang, misses nothing.
+Without tiers it is the null object: it holds nothing and asks for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from offload.io_threads import Job, Urgency
+from offload.lane import Lane
+from offload.load_table import LoadTable
+from offload.save_queue import SaveQueue, SaveTally
+from offload.staging import Staging
+from offload.tier import BlockKey, BlockMeta, OffloadError, Tier, TierStats, chain_order
+from offload.transfers import CopyIn, CopyOut, Transfers
+
+_MAX_ROUND_BYTES = 64 << 20  # copied in one round, each way: a forward pass waits for it
+_PATIENCE = 0.002  # seconds between looks at work that only time can finish
+_CLOSE_SECONDS = 5.0  # for calls in flight when the manager is closed
+
+
+class OffloadManager:
+    """Write-through saves into every tier, verified loads from the nearest.
+
+    `tiers` come nearest first. `staging_bytes` bounds the memory between device and disk;
+    `write_deadline` is when a hung write counts as failed, `stall_seconds` when a call counts as
+    hung for lookups, all in seconds.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        block_bytes: int,
+        staging_bytes: int = 64 << 20,
+        io_threads: int = 4,
+        write_deadline: float = 30.0,
+        stall_seconds: float = 5.0,
+        survey_seconds: float = 10.0,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._wake_planner = wake
+        self._woken = False
+        self._write_deadline = write_deadline
+        self._lanes = [
+            Lane(
+                tier,
+                io_threads=io_threads,
+                stall_seconds=stall_seconds,
+                survey_seconds=survey_seconds,
+                wake=self._wake,
+            )
+            for tier in tiers
+        ]
+        if len({lane.tier.name for lane in self._lanes}) != len(self._lanes):
+            raise ValueError("two tiers of one name")
+        self._staging = Staging(staging_bytes, block_bytes)
+        max_copies = max(1, _MAX_ROUND_BYTES // block_bytes)
+        memory_blocks = sum(
+            lane.tier.capacity_bytes // block_bytes for lane in self._lanes if lane.in_memory
+        )
+        self._saves = SaveQueue(
+            self._lanes,
+            self._staging,
+            block_bytes=block_bytes,
+            write_deadline=write_deadline,
+            max_copies=max_copies,
+            # Enough to keep the threads busy between rounds, never most of a small tier.
+            max_pinned_sources=max(1, min(4 * io_threads, memory_blocks // 4)),
+            wake=self._wake,
+        )
+        self._loads = LoadTable(
+            self._lanes,
+            self._staging,
+            block_bytes=block_bytes,
+            max_copies=max_copies,
+            evicted=self._saves.evicted,
+            wake=self._wake,
+        )
+
+    def _wake(self) -> None:
+        # Set before the call and cleared before `poll` looks, so no news falls between.
+        if not self._woken:
+            self._woken = True
+            self._wake_planner()
+
+    def _lane(self, name: str) -> Lane:
+        for lane in self._lanes:
+            if lane.tier.name == name:
+                return lane
+        raise KeyError(f"no tier {name!r}")
+
+    def offer(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
+        """A committed block lies in a device block: every tier that lacks it shall have it.
+
+        Idempotent. Under back-pressure the save is put off, for as long as the block is resident
+        or held by a memory tier.
+        """
+        self._saves.offer(key, meta, block_id)
+
+    def withdraw(self, key: BlockKey) -> None:
+        """The device copy goes. Copies handed out already are unaffected; saves still pending
+        continue from a memory tier or are counted as put off, then lost."""
+        self._saves.withdraw(key)
+
+    def lookup(self, key: BlockKey) -> str | None:
+        """The nearest tier that holds the block and would serve it; no side effects."""
+        for lane in self._lanes:
+            if lane.holds(key):
+                return lane.tier.name
+        return None
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """The keys of a chain, root first, were used: recent in every tier that holds them, the
+        root most of all. Saves of them that failed are tried again if the device has the block."""
+        for key in chain_order(keys):
+            self._saves.touch(key)
+
+    def load(self, key: BlockKey, block_id: int, tier: str | None = None) -> int:
+        """Bring a block into a device block; the ticket that `poll` will name.
+
+        The stored block cannot be evicted until then. KeyError if no tier, or not the one asked
+        for, holds it.
+        """
+        name = tier or self.lookup(key)
+        if name is None:
+            raise KeyError(f"no tier holds {key.block_hash.hex()}.{key.group}")
+        return self._loads.begin(self._lane(name), key, block_id)
+
+    def cancel(self, ticket: int) -> None:
+        """Abandon a load: no copy of it will be handed out, nor its failure reported. A copy
+        handed out already must still be reported by `copied_in`."""
+        self._loads.cancel(ticket)
+
+    def poll(self) -> Transfers:
+        """Take what the threads have finished, start what can start, hand out a round of copies.
+
+        The copies out must be executed before the device blocks are overwritten, all before their
+        report. Rounds are bounded: `wake` is called again when the report leaves more to do.
+        """
+        self._woken = False
+        self._gather()
+        copies_out = self._saves.start()
+        self._loads.start()
+        for lane in self._lanes:
+            lane.survey_if_due()
+        return Transfers(copies_out, self._loads.hand_out(), self._loads.take_failed())
+
+    def _gather(self) -> None:
+        for lane in self._lanes:
+            lane.take_finished()
+        self._saves.expire()
+
+    def copied_out(self, copies: Sequence[CopyOut], seconds: float | None = None) -> None:
+        """The copies out of a round were executed, in `seconds` if measured."""
+        self._saves.copied(copies, seconds)
+        self._wake_for_more(len(copies))
+
+    def copied_in(self, copies: Sequence[CopyIn], seconds: float | None = None) -> None:
+        """The copies in of a round were executed, in `seconds` if measured."""
+        self._loads.copied(copies, seconds)
+        self._wake_for_more(len(copies))
+
+    def _wake_for_more(self, num_copies: int) -> None:
+        # An empty round changed nothing; waking for it would spin while a tier hangs.
+        if not num_copies:
+            return
+        if self._loads.has_news or any(lane.pending for lane in self._lanes):
+            self._wake()
+
+    def idle(self) -> bool:
+        """Whether nothing is pending, under way or unreported. A write given up does not count."""
+        return self._saves.idle and self._loads.idle
+
+    def pending_saves(self, tier: str) -> int:
+        """Saves of a tier that have neither succeeded nor failed. KeyError without the tier."""
+        return self._saves.num_pending(self._lane(tier))
+
+    def estimated_load_seconds(self, tier: str, num_blocks: int) -> float | None:
+        """From the loads so far; None while the tier is unmeasured."""
+        return self._lane(tier).rate.estimate(num_blocks)
+
+    def stats(self) -> dict[str, TierStats]:
+        """Counters and gauges by tier name."""
+        return {
+            lane.tier.name: lane.snapshot(self._saves.num_pending(lane)) for lane in self._lanes
+        }
+
+    async def flush(self, pump: Callable[[], Awaitable[None]]) -> dict[str, dict[str, int]]:
+        """Save everything that an upper tier holds and a lower one lacks, durably.
+
+        `pump` lets the planner execute a round. Waits for the saves pending now, not for those
+        offered meanwhile; on a hung tier they count as failed. Cancelled, it leaves the saves to
+        go on by themselves. Returns {"saved": {tier: blocks}, "failed": {tier: blocks}}.
+        """
+        self._saves.offer_down()
+        tally = self._saves.tally()
+        try:
+            await self._settle(tally, pump)
+        finally:
+            self._saves.untrack(tally)
+        for lane in self._lanes:
+            if not lane.in_memory and await self._finish(self._sync(lane)) is not None:
+                name = lane.tier.name
+                tally.failed[name] += tally.saved[name]
+                tally.saved[name] = 0
+        return {"saved": tally.saved, "failed": tally.failed}
+
+    async def _settle(self, tally: SaveTally, pump: Callable[[], Awaitable[None]]) -> None:
+        num_left, deadline = -1, 0.0
+        while tally.outstanding:
+            await pump()
+            if len(tally.outstanding) != num_left:
+                num_left = len(tally.outstanding)
+                deadline = time.monotonic() + self._write_deadline
+            for lane in self._lanes:
+                if lane.saves_stalled or time.monotonic() > deadline:
+                    self._saves.give_up(tally, lane)
+            if tally.outstanding:
+                await asyncio.sleep(_PATIENCE)
+
+    @staticmethod
+    def _sync(lane: Lane) -> Job:
+        return lane.threads.submit(lane.tier.sync, Urgency.SAVE, lambda job: None)
+
+    async def _finish(self, job: Job) -> Exception | None:
+        """Wait for a job, as long as a write may take; the error it ended with."""
+        deadline = time.monotonic() + self._write_deadline
+        while not job.finished:
+            if time.monotonic() > deadline:
+                return TimeoutError("the tier hangs")
+            await asyncio.sleep(_PATIENCE)
+            self._gather()
+        return job.error
+
+    async def reset(self, tiers: Collection[str]) -> dict[str, int]:
+        """Empty tiers, at once and durably; blocks dropped by tier.
+
+        Loads not yet copied fail; nothing that was stored, pending or in flight becomes visible
+        afterwards, restart included. Other tiers keep what they hold. Saves offered from now on
+        start when the old files are out of reach, before this returns. Cancelled, the indexes are
+        empty and the rest goes on. KeyError for an unknown tier, before anything is dropped;
+        OffloadError if it could not be made durable.
+        """
+        lanes = [self._lane(name) for name in tiers]
+        dropped: dict[str, int] = {}
+        wipes: list[tuple[Lane, Job]] = []
+        for lane in lanes:
+            dropped[lane.tier.name] = lane.tier.drop_all()
+            self._saves.drop(lane)
+            self._loads.fail_all(lane)
+            if not lane.in_memory:
+                wipes.append((lane, lane.wipe()))
+        for lane, wipe in wipes:
+            error = await self._finish(wipe)
+            if error is not None:
+                raise OffloadError(
+                    f"tier {lane.tier.name} is empty, but a restart may find its old blocks: "
+                    f"{error}"
+                ) from error
+        return dropped
+
+    async def close(self, pump: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Stop; flush first if `pump` is given. What has not started is dropped, calls in flight
+        get a few seconds, a hung one is left behind. The manager is not used afterwards."""
+        if pump is not None:
+            await self.flush(pump)
+        for lane in self._lanes:
+            if not lane.in_memory and not lane.saves_stalled:
+                lane.survey()  # records what was used when, for the order of eviction
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while any(lane.surveying for lane in self._lanes) and time.monotonic() < deadline:
+            await asyncio.sleep(_PATIENCE)
+            self._gather()
+        for lane in self._lanes:
+            left = max(0.0, deadline - time.monotonic())
+            if await asyncio.to_thread(lane.threads.close, left):
+                lane.tier.close()  # not under a hung call, which still uses its descriptors
+
+    def check(self) -> None:
+        """AssertionError if a conservation law is broken: states, bytes, slots, pins, buffers."""
+        for lane in self._lanes:
+            lane.tier.check()
+            held = self._saves.num_pins(lane) + self._loads.num_pins(lane)
+            assert lane.tier.num_pins() == held, f"{lane.tier.name}: pins do not balance"
+        out = self._saves.num_buffers + self._loads.num_buffers
+        assert out + self._staging.num_free == self._staging.num_buffers, "buffers do not balance"

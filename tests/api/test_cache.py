@@ -1,0 +1,86 @@
+"""`/cache/*`, seen through what the next request finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from engine.config import EngineConfig
+from tests.api.live_server import LiveServer
+
+PROMPT = {"prompt": list(range(100, 121)), "max_tokens": 1, "temperature": 0}
+
+
+def cached_tokens(http: httpx.Client, salt: str | None = None) -> dict[str, int]:
+    usage = http.post("/v1/completions", json={**PROMPT, "cache_salt": salt}).json()["usage"]
+    by_tier: dict[str, int] = usage["prompt_tokens_details"]["cached_tokens_by_tier"]
+    return by_tier
+
+
+def test_stats_have_the_contracts_shape(server: LiveServer, http: httpx.Client) -> None:
+    cached_tokens(http)
+    body = http.get("/cache/stats").json()
+    assert body.keys() == {"block_size", "fingerprint", "tiers"}
+    assert body["block_size"] == 4
+    assert body["fingerprint"] == server.engine.fingerprint
+    assert body["tiers"].keys() >= {"device", "cpu"}
+    for tier in body["tiers"].values():
+        assert tier.keys() == {
+            *("blocks", "bytes", "capacity_bytes", "pinned_blocks", "pending_saves"),
+            *("hit_tokens", "saved_blocks", "evicted_blocks", "failed_blocks"),
+        }
+    assert body["tiers"]["device"]["blocks"] >= 5
+
+
+def test_reset_forgets_everything(http: httpx.Client) -> None:
+    cached_tokens(http)
+    assert cached_tokens(http) == {"device": 20, "cpu": 0, "disk": 0}
+    dropped = http.post("/cache/reset").json()["dropped"]
+    assert dropped["device"] >= 5
+    assert cached_tokens(http) == {"device": 0, "cpu": 0, "disk": 0}
+    assert cached_tokens(http) == {"device": 20, "cpu": 0, "disk": 0}
+
+
+def test_flush_then_reset_of_one_tier_leaves_the_other(engine_config: EngineConfig) -> None:
+    with LiveServer(replace(engine_config)) as server, server.client() as http:
+        cached_tokens(http)
+        flushed = http.post("/cache/flush").json()
+        assert flushed["failed"] == {"cpu": 0}
+        assert http.get("/cache/stats").json()["tiers"]["cpu"]["blocks"] == 5
+        assert http.post("/cache/reset", json={"tiers": ["device"]}).json() == {
+            "dropped": {"device": 5}
+        }
+        assert cached_tokens(http) == {"device": 0, "cpu": 20, "disk": 0}
+
+
+def test_a_tier_that_is_not_there_holds_nothing(http: httpx.Client) -> None:
+    body = http.post("/cache/reset", json={"tiers": ["disk"]}).json()
+    assert body == {"dropped": {"disk": 0}}
+    cached_tokens(http)
+    assert http.post("/cache/reset", json={"tiers": []}).json() == {"dropped": {}}
+    assert cached_tokens(http)["device"] == 20
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tiers": ["tape"]}, "tiers[0]"),
+        ({"tiers": "cpu"}, "tiers"),
+        ({"cache_salt": "s"}, "cache_salt"),
+        ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+    ],
+)
+def test_bad_resets_are_refused_by_name(
+    http: httpx.Client, body: dict[str, object], param: str
+) -> None:
+    response = http.post("/cache/reset", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_salt_separates(http: httpx.Client) -> None:
+    cached_tokens(http, "one")
+    assert cached_tokens(http, "one")["device"] == 20
+    assert cached_tokens(http, "two")["device"] == 0
