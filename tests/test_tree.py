@@ -68,12 +68,12 @@ def test_nothing_is_left_for_later():
 def test_the_map_of_the_tree_is_true():
     """`docs/structure.md` names every module, and nothing that is not there."""
     text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:engine|api|offload)/[\w/.]*\.(?:py|cpp))`", text))
+    named = set(re.findall(r"`((?:engine|api|offload)/[\w/.]*\.(?:py|cpp|h))`", text))
     modules = {
         relative(path)
         for path in FILES
         if path.relative_to(ROOT).parts[0] in PACKAGES
-        and path.suffix in (".py", ".cpp")
+        and path.suffix in (".py", ".cpp", ".h")
         and path.name != "__init__.py"
     }
     assert (sorted(modules - named), sorted(named - modules)) == ([], [])

@@ -25,7 +25,7 @@ from api.cli.server import listen
 from engine.config import EngineConfig
 from tests.tiny_models import make_tiny_model
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 180.0  # seconds
 READY = re.compile(r"Ready at (http://\S+)")
 
 
