@@ -20,7 +20,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.load_policy import LoadChooser
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from engine.request import Request, RequestState
+from engine.request import Request
 from engine.sampler import Sampled, SampleRow, Unsampled
 from engine.scheduler import ScheduledRequest, Scheduler
 from engine.stats import EngineStats
@@ -131,9 +131,8 @@ class EngineCore:
         transfers = self.offload.poll()
         self.kv.loads.copying(transfers.copies_in)
         for ticket in transfers.failed_loads:
-            for request in list(self.kv.loads.failed(ticket)):
-                if request.state is RequestState.LOADING:
-                    self.scheduler.load_failed(request)
+            for request, block_index in self.kv.loads.failed(ticket):
+                self.scheduler.load_failed(request, block_index)
         return transfers
 
     def _settle_transfers(self, transfers: Transfers) -> None:
@@ -151,7 +150,7 @@ class EngineCore:
                 request.load_deadline = now + self._load_deadline
             elif request.load_deadline <= now:
                 logger.warning("request %s: loads timed out, recomputing", request.request_id)
-                self.scheduler.load_failed(request)
+                self.scheduler.load_failed(request, min(request.pending_loads.values()))
 
     async def _propose_drafts(self) -> None:
         if self._drafter is None:
