@@ -27,7 +27,7 @@ PATIENCE = 60.0  # seconds until a test gives up on something that takes millise
 class LiveServer:
     """An app served by uvicorn in a thread of its own; `with` starts and stops it.
 
-    With `hold` it stays loading until `release` is called.
+    With `hold` it stays loading until `release` is called. A load that fails raises.
     """
 
     def __init__(
@@ -71,6 +71,9 @@ class LiveServer:
         self._thread.start()
         if not self._held:
             self.wait_until(lambda: self.holder.engine is not None or not self._thread.is_alive())
+        if self.holder.failure is not None:
+            self.__exit__()
+            raise self.holder.failure
         return self
 
     def __exit__(self, *exception: object) -> None:

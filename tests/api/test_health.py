@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 
 from engine.config import EngineConfig
 from engine.errors import StartupError
@@ -54,10 +55,11 @@ def test_while_it_loads_it_lives_but_takes_no_work(engine_config: EngineConfig) 
 def test_a_failed_load_stops_the_server_and_leaves_its_reason(
     engine_config: EngineConfig, tmp_path: Path
 ) -> None:
-    with LiveServer(replace(engine_config, model=str(tmp_path / "none"))) as server:
-        server.join()
-        assert isinstance(server.holder.failure, StartupError)
-        assert server.holder.status == "failed"
+    server = LiveServer(replace(engine_config, model=str(tmp_path / "none")))
+    with pytest.raises(StartupError), server:
+        pass
+    assert server.holder.status == "failed"
+    assert server.holder.phase == "failed"
 
 
 def test_a_server_stopped_while_it_loads_stops(engine_config: EngineConfig) -> None:
