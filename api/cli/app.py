@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -231,6 +232,7 @@ def build_app() -> App:
     app.command(
         _serve,
         name="serve",
+        sort_key=1,
         help=SERVE_HELP,
         version_flags=(),
         default_parameter=Parameter(negative=None),
@@ -266,7 +268,12 @@ def run(arguments: Sequence[str]) -> int:
         complain(error)
         return EXIT_FAILURE
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read the output (head, a pager) has seen enough. Python would complain once more
+        # when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
     return outcome if isinstance(outcome, int) else 0
 
 

@@ -126,3 +126,9 @@ def test_python_m_api_is_the_same_command():
     )
     assert done.returncode == 2
     assert last_line(done.stderr).startswith("overwinter: error: Unknown option: --nope")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m api serve --help | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
