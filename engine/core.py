@@ -26,7 +26,8 @@ from engine.scheduler import ScheduledRequest, Scheduler
 from engine.stats import EngineStats
 from engine.step import PromptLogprobRows, SequenceInput, StepInput, StepOutput
 from engine.verification import accept
-from offload.manager import OffloadManager, Transfers
+from offload.manager import OffloadManager
+from offload.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -429,7 +430,9 @@ class EngineCore:
             spec_num_draft_tokens=counters.spec_num_draft_tokens,
             spec_num_accepted_tokens=counters.spec_num_accepted_tokens,
             spec_accepted_per_pos=list(counters.spec_accepted_per_pos),
-            drafter_failures=dict(self._drafter.failures) if self._drafter else {},
+            drafter_failures={str(k): n for k, n in self._drafter.failures.items()}
+            if self._drafter
+            else {},
             failed_steps=counters.failed_steps,
             failed_checks=counters.failed_checks,
             tiers=self.offload.stats(),

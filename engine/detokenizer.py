@@ -103,7 +103,6 @@ class Detokenizer:
             completed = [m.stop for m in self._matchers if m.advance(character)]
             if completed and may_stop:
                 self._stopped = True
-                self._held = ""
                 stop = max(completed, key=len)
                 return text[: num_seen - len(stop)], stop
         num_held = max(matcher.num_held for matcher in self._matchers)

@@ -10,17 +10,16 @@ conversion or a whole one; its remains are swept by the next process that takes 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from engine.errors import StartupError
 from engine.gguf_file import GGUFHeader
+from engine.gguf_reading import quick_reading
 from engine.gguf_tokenizer import build_tokenizer, save_tokenizer, stop_ids
 from engine.model_info import ProgressFn
 from engine.progress_bars import percentages
@@ -120,6 +119,8 @@ def _check(header: GGUFHeader) -> None:
             f"{header.path} scales its RoPE ({tables[0] if tables else scaling}), which would be"
             " lost in the conversion; use the model's Hugging Face directory"
         )
+    if all(tensor.name != "token_embd.weight" for tensor in header.tensors):
+        raise StartupError(f"{header.path} holds no weights of a model; use a complete GGUF")
     end = header.data_start
     for tensor in header.tensors:
         try:
@@ -156,7 +157,7 @@ def _write_model(header: GGUFHeader, dtype: str, directory: Path, progress: Prog
             " free space there or choose another --cache-dir"
         )
     try:
-        with _parsed_once(), percentages(lambda percent: progress("converting", percent * 0.9)):
+        with quick_reading(lambda percent: progress("converting", percent * 0.9)):
             config = AutoConfig.from_pretrained(parent, gguf_file=name, local_files_only=True)
             config = _corrected(config, header)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -193,7 +194,9 @@ def _corrected(config: Any, header: GGUFHeader) -> Any:
     """
     fields = _shortened(config.to_dict())
     metadata, architecture = header.metadata, header.architecture
+    embedding = next(t for t in header.tensors if t.name == "token_embd.weight")
     overrides = {
+        "vocab_size": embedding.shape[0],
         "head_dim": metadata.get(f"{architecture}.attention.key_length"),
         "sliding_window": metadata.get(f"{architecture}.attention.sliding_window"),
     }
@@ -213,21 +216,3 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, list):
         return [_shortened(item) for item in value]
     return value
-
-
-@contextlib.contextmanager
-def _parsed_once() -> Iterator[None]:
-    """Let transformers parse the file once.
-
-    It opens a new reader for the configuration and again for the weights, and builds the table of
-    tensor names once per submodule: two thirds of a small model's conversion.
-    """
-    import gguf
-
-    module: Any = gguf
-    originals = module.GGUFReader, module.get_tensor_name_map
-    module.GGUFReader, module.get_tensor_name_map = (functools.cache(each) for each in originals)
-    try:
-        yield
-    finally:
-        module.GGUFReader, module.get_tensor_name_map = originals

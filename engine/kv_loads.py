@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
 from engine.request import Request
-from offload.manager import CopyIn, OffloadManager
+from offload.manager import OffloadManager
 from offload.tier import BlockKey, BlockMeta
+from offload.transfers import CopyIn
 
 
 @dataclass(slots=True, eq=False)

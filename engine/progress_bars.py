@@ -20,8 +20,8 @@ def percentages(report: Callable[[float], None]) -> Iterator[None]:
             highest = percent
             report(percent)
 
-    def bar(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bar:
-        return _Bar(forward_only, *args, **kwargs)
+    def bar(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bar:
+        return Bar(forward_only, *args, **kwargs)
 
     previous = logging.set_tqdm_hook(bar)
     try:
@@ -30,8 +30,8 @@ def percentages(report: Callable[[float], None]) -> Iterator[None]:
         logging.set_tqdm_hook(previous)
 
 
-class _Bar:
-    """What transformers uses of a tqdm bar."""
+class Bar:
+    """What transformers uses of a tqdm bar; calls `report` with percentages."""
 
     def __init__(
         self, report: Callable[[float], None], iterable: Any = None, **options: Any
@@ -60,7 +60,7 @@ class _Bar:
     def set_postfix(self, *_: Any, **__: Any) -> None:
         return
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *_: object) -> None:

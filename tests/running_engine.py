@@ -142,9 +142,7 @@ def assert_same_answer(actual: Answer, expected: Answer) -> None:
     """Same tokens, same logprobs within `LOGPROB_TOLERANCE`."""
     assert actual.token_ids == expected.token_ids
     assert len(actual.logprobs) == len(expected.logprobs)
-    for position, (ours, theirs) in enumerate(
-        zip(actual.logprobs, expected.logprobs, strict=True)
-    ):
+    for position, (ours, theirs) in enumerate(zip(actual.logprobs, expected.logprobs, strict=True)):
         difference = abs(ours.logprob - theirs.logprob)
         assert difference <= LOGPROB_TOLERANCE, f"logprob {position} is off by {difference}"
 

@@ -110,8 +110,10 @@ def limits(
     # The first text piece from `number` on that is whole and has not been seen before.
     for length in range(number, len(truth_ids) + 1):
         piece = texts[length][len(texts[length - 1]) :]
-        if piece and "\ufffd" not in texts[length] and texts[length].index(piece) == len(
-            texts[length - 1]
+        if (
+            piece
+            and "\ufffd" not in texts[length]
+            and texts[length].index(piece) == len(texts[length - 1])
         ):
             return {"stop": [piece]}, length
     raise AssertionError("the answer holds no piece to stop at")

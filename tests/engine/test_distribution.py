@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -207,6 +208,15 @@ def test_top_ids_follow_the_total_order(values, k):
     assert top_ids(row(*values), k).tolist() == ranked(values)[:k]
 
 
+@pytest.mark.parametrize("vocab_size", [2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("k", [1, 2, 50, 1024, 1025])
+def test_top_ids_of_long_rows(vocab_size, k):
+    generator = np.random.default_rng(vocab_size + k)
+    values = (generator.normal(size=vocab_size) * 8).round().astype(np.float32)  # full of ties
+    assert top_ids(values, k).tolist() == ranked(values)[:k]
+    assert top_ids(np.full(vocab_size, -np.inf, np.float32), k).tolist() == list(range(k))
+
+
 @given(coarse_logits)
 def test_log_normalizer(values):
     expected = math.log(math.fsum(math.exp(value) for value in values))
@@ -233,12 +243,38 @@ def test_long_rows_match_a_full_sort(vocab_size, params):
     order = order[: np.searchsorted(mass, params.top_p * mass[-1]) + 1]
     kept = np.sort(order)
     cdf = np.cumsum(weights[kept]) / weights[kept].sum()
-    for uniform in generator.random(200):
+    for uniform in generator.random(40):
         position = int(np.searchsorted(cdf, uniform, side="right"))
         if np.abs(cdf - uniform).min() > 1e-6:
             assert draw(logits, params, uniform) == kept[position]
     assert draw(logits, params, 0.0) == kept[0]
     assert draw(logits, params, 1.0 - 2.0**-53) == kept[-1]
+
+
+def test_a_block_whose_sum_was_rounded_up_still_yields_a_token():
+    """Added one by one, the weights of a block may fall short of what they come to pairwise."""
+    generator = np.random.default_rng(0)
+    largest = 1.0 - 2.0**-53
+    num_short = 0
+    for _ in range(200):
+        logits = generator.normal(scale=8.0, size=256).astype(np.float32)
+        logits[250:] = -np.inf
+        weights = torch.exp(torch.from_numpy(logits - logits.max())).numpy()
+        pairwise = weights.reshape(1, -1).sum(axis=1, dtype=np.float64)[0]
+        if np.cumsum(weights, dtype=np.float64)[-1] <= largest * pairwise:
+            num_short += 1
+            last = np.flatnonzero(weights)[-1]
+            assert draw(logits, SamplingParams(), largest) == last < 250
+    assert num_short > 0
+
+
+def test_a_nucleus_that_reaches_into_the_tail():
+    """One likely token and a great many unlikely ones, of which some are needed for the mass."""
+    logits = np.full(40_000, -13.0, dtype=np.float32)
+    logits[123] = 0.0
+    share = math.exp(-13.0) / (1.0 + 39_999 * math.exp(-13.0))
+    params = SamplingParams(top_p=1.0 - 39_000.5 * share)  # leaves out 39,000 of the tail
+    assert draw(logits, params, 1.0 - 2.0**-53) == 999  # so 999 of it are left
 
 
 @given(st.integers(0, 599), st.floats(0, 1, exclude_max=True))

@@ -265,6 +265,7 @@ async def test_the_pause_after_late_calls_doubles_and_ends_with_a_timely_one(con
         assert await guard.propose([context(1, 2)]) == [[10, 11, 12]]
         await late_call()
         await paused_until(now + 1.0)
+        assert await guard.propose([context(1, 2)]) == [[10, 11, 12]]
         assert guard.failures == {"slow": 9, "stuck": 9}
 
 
