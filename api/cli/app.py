@@ -181,32 +181,51 @@ Directory = Annotated[
 ]
 
 
-def _store_ls(directory: Directory, /) -> int:
-    """List what a disk tier holds."""
+def _store_ls(
+    directory: Directory,
+    /,
+    *,
+    fingerprint: Annotated[str | None, Parameter(help="Only blocks of models so named.")] = None,
+) -> int:
+    """List the blocks in a disk tier, those unused longest first."""
     from api.cli.store import store_ls
 
-    return store_ls(directory)
+    return store_ls(directory, fingerprint=fingerprint)
 
 
 def _store_stat(directory: Directory, /) -> int:
-    """Sum up what a disk tier holds."""
+    """Sum up what a disk tier holds, by model fingerprint."""
     from api.cli.store import store_stat
 
     return store_stat(directory)
 
 
 def _store_verify(directory: Directory, /) -> int:
-    """Read every block of a disk tier and check it; 1 if any is damaged."""
+    """Read every block of a disk tier and check it; 1 if any is bad."""
     from api.cli.store import store_verify
 
     return store_verify(directory)
 
 
-def _store_gc(directory: Directory, /) -> int:
-    """Remove what no server can use any more."""
+def _store_gc(
+    directory: Directory,
+    /,
+    *,
+    keep_fingerprint: Annotated[
+        list[str] | None,
+        Parameter(help="Remove the blocks of all other models, too; may be repeated."),
+    ] = None,
+    max_age: Annotated[
+        float | None, Parameter(help="Remove blocks unused for so many seconds, too.")
+    ] = None,
+    dry_run: Annotated[bool, Parameter(help="Only say what would be removed.")] = False,
+) -> int:
+    """Remove what no server can use: leftovers, damaged blocks, older formats."""
     from api.cli.store import store_gc
 
-    return store_gc(directory)
+    return store_gc(
+        directory, keep_fingerprint=keep_fingerprint or (), max_age=max_age, dry_run=dry_run
+    )
 
 
 def _environment_key() -> str | None:
