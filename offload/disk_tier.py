@@ -57,6 +57,7 @@ class DiskTier:
         self._strangers: deque[StrangerFile] = deque()
         self._skipped: dict[str, int] = {}
         self._evicted = 0
+        self._gone: set[BlockKey] = set()  # removed since the last survey was asked for
         self._reclaiming = False  # a reset's leftovers still count and will soon be gone
 
     @classmethod
@@ -123,9 +124,11 @@ class DiskTier:
             raise ValueError(f"a save of a block that is {self._index.state(key).value}")
         needed = self._needed_bytes(len(meta.token_ids))
         excess = self._used_bytes + needed - self.capacity_bytes
+        if excess > 0 and self._reclaiming:
+            return None  # room will come without evicting what is new
         evicted, strangers, freed = self._choose_victims(excess)
         if freed < excess:
-            if self._reclaiming or self._index.busy:
+            if self._index.busy:
                 return None
             raise TierFullError(
                 f"{self.name} tier: {self._other_bytes} of {self.capacity_bytes} bytes are "
@@ -173,6 +176,7 @@ class DiskTier:
         for victim in reservation.evicted:
             if victim.key in result.removed:
                 self._index.forget(victim)
+                self._gone.add(victim.key)
                 self._evicted += 1
             else:
                 self._index.restore(victim)
@@ -211,7 +215,9 @@ class DiskTier:
         self._other_bytes = max(0, self._other_bytes + result.other_bytes)
         if self._index.owns(entry):
             self._index.forget(entry)
-            if entry.key not in result.removed:
+            if entry.key in result.removed:
+                self._gone.add(entry.key)
+            else:
                 self._other_bytes += entry.num_bytes
 
     def drop_all(self) -> int:
@@ -226,6 +232,7 @@ class DiskTier:
 
     def begin_survey(self) -> SurveyRequest:
         touched, self._touched = self._touched, {}
+        self._gone.clear()
         return SurveyRequest(self._epoch, self._index.stored(), touched)
 
     def absorb(self, survey: Survey) -> None:
@@ -237,7 +244,8 @@ class DiskTier:
         self._strangers = deque(survey.strangers)
         self._skipped = survey.skipped
         self._reclaiming = False
-        self._index.adopt(survey.found)
+        # A survey may have seen a file that was removed after it looked.
+        self._index.adopt(found for found in survey.found if found[0] not in self._gone)
         for entry in survey.vanished:
             if entry.state is BlockState.PRESENT and not entry.pins and self._index.owns(entry):
                 self._index.forget(entry)

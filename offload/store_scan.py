@@ -188,21 +188,22 @@ def _other(
 def _scan_tree(
     dir_fd: int, name: str, kind: Kind, fingerprint: str | None, path: str
 ) -> Iterator[StoreFile]:
-    for folder, _, names, fd in os.fwalk(name, dir_fd=dir_fd, follow_symlinks=False):
-        where = path + folder.removeprefix(name)
-        yield _directory(where, fingerprint, os.fstat(fd), kind)
-        for name_in_folder in names:
-            with suppress(OSError):
-                status = os.stat(name_in_folder, dir_fd=fd, follow_symlinks=False)
-                yield StoreFile(
-                    kind,
-                    f"{where}/{name_in_folder}",
-                    fingerprint,
-                    None,
-                    status.st_size,
-                    status.st_blocks * 512,
-                    status.st_mtime,
-                )
+    with suppress(OSError):  # raised when the tree itself vanishes before it is opened
+        for folder, _, names, fd in os.fwalk(name, dir_fd=dir_fd, follow_symlinks=False):
+            where = path + folder.removeprefix(name)
+            yield _directory(where, fingerprint, os.fstat(fd), kind)
+            for leaf in names:
+                with suppress(OSError):
+                    status = os.stat(leaf, dir_fd=fd, follow_symlinks=False)
+                    yield StoreFile(
+                        kind,
+                        f"{where}/{leaf}",
+                        fingerprint,
+                        None,
+                        status.st_size,
+                        status.st_blocks * 512,
+                        status.st_mtime,
+                    )
 
 
 def _directory(
@@ -242,15 +243,15 @@ def reclaim_temporary(dir_fd: int, path: str) -> bool:
 def remove_tree(dir_fd: int, path: str) -> None:
     """Remove a directory of the store and all below it, following no link; what cannot be removed
     stays for the next attempt."""
-    for _, folders, names, fd in os.fwalk(path, topdown=False, dir_fd=dir_fd):
-        for name in names:
-            with suppress(OSError):
-                os.unlink(name, dir_fd=fd)
-        for name in folders:
-            try:
-                os.rmdir(name, dir_fd=fd)
-            except OSError:
-                with suppress(OSError):  # fwalk lists a link to a directory among the folders
-                    os.unlink(name, dir_fd=fd)
     with suppress(OSError):
+        for _, folders, names, fd in os.fwalk(path, topdown=False, dir_fd=dir_fd):
+            for name in names:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=fd)
+            for name in folders:
+                try:
+                    os.rmdir(name, dir_fd=fd)
+                except OSError:
+                    with suppress(OSError):  # fwalk lists a link to a directory here
+                        os.unlink(name, dir_fd=fd)
         os.rmdir(path, dir_fd=dir_fd)
