@@ -164,9 +164,7 @@ def cut(tokens: Sequence[int], length: int, rng: random.Random) -> list[int]:
 def compare(alone: Answer, together: Answer) -> dict[str, Any]:
     """Equal tokens up to the first near tie; largest logprob difference up to there."""
     worst = 0.0
-    for position, (one, other) in enumerate(
-        zip(alone.token_ids, together.token_ids, strict=True)
-    ):
+    for position, (one, other) in enumerate(zip(alone.token_ids, together.token_ids, strict=True)):
         if one != other:
             return {
                 "equal_tokens": position,
@@ -196,16 +194,12 @@ async def streams(work: Path, extra: list[str]) -> dict[str, Any]:
             compared = [compare(a, t) for a, t in zip(alone, together, strict=True)]
             ratios, singles, many = [], [], []
             for number in range(5):
-                one = await complete(
-                    client, cut(tokens, 128, rng), 64, cache_salt=f"one-{number}"
-                )
+                one = await complete(client, cut(tokens, 128, rng), 64, cache_salt=f"one-{number}")
                 singles.append(64 / one.seconds)
                 began = time.perf_counter()
                 await asyncio.gather(
                     *(
-                        complete(
-                            client, cut(tokens, 128, rng), 64, cache_salt=f"{number}-{i}"
-                        )
+                        complete(client, cut(tokens, 128, rng), 64, cache_salt=f"{number}-{i}")
                         for i in range(32)
                     )
                 )
@@ -338,9 +332,7 @@ async def idle(work: Path, extra: list[str]) -> dict[str, Any]:
             before = server.pss_mib()
             tokens, rng = await text_tokens(client), random.Random(3)
             # 32 x 690 tokens touch all of a pool of 1 GiB at 46 KiB a token.
-            await asyncio.gather(
-                *(complete(client, cut(tokens, 658, rng), 32) for i in range(32))
-            )
+            await asyncio.gather(*(complete(client, cut(tokens, 658, rng), 32) for i in range(32)))
             await pending_saves_done(client)
             pss = server.pss_mib()
             tiers = (await client.get("/cache/stats")).json()["tiers"]

@@ -446,9 +446,9 @@ class AsyncEngine:
         return stats
 
 
-async def _wait(event: asyncio.Event, timeout: float | None) -> None:
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(seconds):
             await event.wait()
     except TimeoutError:
         pass

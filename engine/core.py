@@ -20,13 +20,14 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.load_policy import LoadChooser
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from engine.request import Request, RequestState
+from engine.request import Request
 from engine.sampler import Sampled, SampleRow, Unsampled
 from engine.scheduler import ScheduledRequest, Scheduler
 from engine.stats import EngineStats
 from engine.step import PromptLogprobRows, SequenceInput, StepInput, StepOutput
 from engine.verification import accept
-from offload.manager import OffloadManager, Transfers
+from offload.manager import OffloadManager
+from offload.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +131,8 @@ class EngineCore:
         transfers = self.offload.poll()
         self.kv.loads.copying(transfers.copies_in)
         for ticket in transfers.failed_loads:
-            for request in list(self.kv.loads.failed(ticket)):
-                if request.state is RequestState.LOADING:
-                    self.scheduler.load_failed(request)
+            for request, block_index in self.kv.loads.failed(ticket):
+                self.scheduler.load_failed(request, block_index)
         return transfers
 
     def _settle_transfers(self, transfers: Transfers) -> None:
@@ -150,7 +150,7 @@ class EngineCore:
                 request.load_deadline = now + self._load_deadline
             elif request.load_deadline <= now:
                 logger.warning("request %s: loads timed out, recomputing", request.request_id)
-                self.scheduler.load_failed(request)
+                self.scheduler.load_failed(request, min(request.pending_loads.values()))
 
     async def _propose_drafts(self) -> None:
         if self._drafter is None:
@@ -429,7 +429,9 @@ class EngineCore:
             spec_num_draft_tokens=counters.spec_num_draft_tokens,
             spec_num_accepted_tokens=counters.spec_num_accepted_tokens,
             spec_accepted_per_pos=list(counters.spec_accepted_per_pos),
-            drafter_failures=dict(self._drafter.failures) if self._drafter else {},
+            drafter_failures={str(k): n for k, n in self._drafter.failures.items()}
+            if self._drafter
+            else {},
             failed_steps=counters.failed_steps,
             failed_checks=counters.failed_checks,
             tiers=self.offload.stats(),

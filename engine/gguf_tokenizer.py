@@ -39,17 +39,24 @@ def build_tokenizer(header: GGUFHeader) -> Tokenizer:
     if not metadata.get(_KEY + "tokens"):
         raise StartupError(f"{header.path} holds no tokenizer; use a complete GGUF of the model")
     model = metadata.get(_KEY + "model")
-    if model == "gpt2":
-        tokenizer, adds_bos = _byte_level(metadata)
-    elif model == "llama":
-        tokenizer, adds_bos = _sentencepiece(metadata), True
-    else:
+    if model not in ("gpt2", "llama"):
         raise StartupError(
             f"tokenizer model {model!r} of {header.path} is not known, only gpt2 and llama are;"
             " use the model's Hugging Face directory"
         )
-    _add_tokens(tokenizer, metadata)
-    _add_affixes(tokenizer, metadata, adds_bos)
+    try:
+        if model == "gpt2":
+            tokenizer, adds_bos = _byte_level(metadata)
+        else:
+            tokenizer, adds_bos = _sentencepiece(metadata), True
+        _add_tokens(tokenizer, metadata)
+        _add_affixes(tokenizer, metadata, adds_bos)
+    except StartupError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise StartupError(
+            f"the vocabulary of {header.path} is damaged ({error}); download it again"
+        ) from error
     return tokenizer
 
 

@@ -66,18 +66,16 @@ class KVCacheManager:
             return []
         hits: list[BlockHit] = []
         for index in range((request.num_tokens - 1) // self.block_size):
-            hit = self._find(self._key(request, index), request.use_offload)
+            hit = self._find(self._key(request, index))
             if hit is None:
                 break
             hits.append(hit)
         return hits
 
-    def _find(self, key: BlockKey, use_offload: bool) -> BlockHit | None:
+    def _find(self, key: BlockKey) -> BlockHit | None:
         block_id = self.pool.lookup(key)
         if block_id is not None:
             return BlockHit(key, DEVICE, block_id)
-        if not use_offload:
-            return None
         load = self.loads.find(key)
         if load is not None:
             return BlockHit(key, load.tier, load.block_id)
@@ -114,9 +112,9 @@ class KVCacheManager:
                 continue
             if hit.block_id is None:
                 meta = self._meta(request, index)
-                self.loads.start(request, hit.key, meta, block_id, hit.source)
+                self.loads.start(request, index, hit.key, meta, block_id, hit.source)
             else:
-                self.loads.join(request, hit.key)
+                self.loads.join(request, index, hit.key)
         self.offload.touch([hit.key for hit in hits if hit.source == DEVICE])
         while len(table) < self.num_blocks_for(request.num_tokens):
             table.append(self.pool.allocate())
@@ -128,6 +126,23 @@ class KVCacheManager:
         """Every load is verified and in place: the whole hit counts as computed."""
         assert not request.pending_loads
         request.num_computed_tokens = request.num_hit_blocks * self.block_size
+
+    def shorten_hit(self, request: Request, num_blocks: int) -> None:
+        """A load failed or is late: keep the first `num_blocks` of the hit, drop all behind.
+
+            |-- kept: on the device or still loading --|-- given up --|
+            0                                      num_blocks
+
+        The dropped blocks may be shared, so they are released, never written.
+        """
+        self.loads.leave(request, num_blocks)
+        table = request.block_tables[0]
+        for block_id in reversed(table[num_blocks:]):
+            self.pool.release(block_id)
+        del table[num_blocks:]
+        request.num_hit_blocks = min(request.num_hit_blocks, num_blocks)
+        request.num_committed_blocks = request.num_hit_blocks
+        request.num_computed_tokens = min(request.num_computed_tokens, num_blocks * self.block_size)
 
     def grow(self, request: Request, num_positions: int) -> bool:
         """Make the table cover `num_positions`; False, with nothing taken, if the pool is short."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
 from engine.request import Request
-from offload.manager import CopyIn, OffloadManager
+from offload.manager import OffloadManager
 from offload.tier import BlockKey, BlockMeta
+from offload.transfers import CopyIn
 
 
 @dataclass(slots=True, eq=False)
@@ -45,20 +46,20 @@ class KVLoads:
         return self._by_ticket.values()
 
     def start(
-        self, request: Request, key: BlockKey, meta: BlockMeta, block_id: int, tier: str
+        self, request: Request, index: int, key: BlockKey, meta: BlockMeta, block_id: int, tier: str
     ) -> None:
-        """Load `key` into `block_id`, which `request` already references."""
+        """Load block `index` of `request` into `block_id`, which it already references."""
         ticket = self._offload.load(key, block_id, tier)
         load = KVLoad(ticket, key, meta, block_id, tier, waiters=[request])
         self._pool.reference(block_id)
         self._by_key[key] = self._by_ticket[ticket] = load
-        request.pending_loads.add(ticket)
+        request.pending_loads[ticket] = index
 
-    def join(self, request: Request, key: BlockKey) -> None:
+    def join(self, request: Request, index: int, key: BlockKey) -> None:
         """Wait for a load somebody else started; `request` already references its block."""
         load = self._by_key[key]
         load.waiters.append(request)
-        request.pending_loads.add(load.ticket)
+        request.pending_loads[load.ticket] = index
 
     def copying(self, copies: Iterable[CopyIn]) -> None:
         """These copies were handed out: their destinations are being written."""
@@ -66,31 +67,35 @@ class KVLoads:
             self._by_ticket[copy.ticket].copying = True
 
     def loaded(self, ticket: int) -> list[Request]:
-        """The bytes are in place and verified: publish the block; returns who waited."""
+        """The bytes are in place and verified: publish the block; returns who waited for it."""
         load = self._remove(ticket)
         if load.publish:
             self._pool.register(load.key, load.meta, load.block_id)
         self._pool.release(load.block_id)
-        return self._dismiss(load)
+        for request in load.waiters:
+            del request.pending_loads[ticket]
+        return load.waiters
 
-    def failed(self, ticket: int) -> list[Request]:
-        """The block never came; returns who waited and has to do without."""
+    def failed(self, ticket: int) -> list[tuple[Request, int]]:
+        """The block never came; who waited, and which of its blocks it has to do without."""
         if ticket not in self._by_ticket:
             return []
         load = self._remove(ticket)
         self._pool.release(load.block_id)
-        return self._dismiss(load)
+        return [(request, request.pending_loads.pop(ticket)) for request in load.waiters]
 
-    def leave(self, request: Request) -> None:
-        """`request` waits no longer (abort, deadline, preemption)."""
-        for ticket in list(request.pending_loads):
+    def leave(self, request: Request, first_block: int = 0) -> None:
+        """`request` does without its blocks from `first_block` on."""
+        for ticket, index in list(request.pending_loads.items()):
+            if index < first_block:
+                continue
+            del request.pending_loads[ticket]
             load = self._by_ticket[ticket]
             load.waiters.remove(request)
             if not load.waiters and not load.copying:
                 self._offload.cancel(ticket)
                 self._remove(ticket)
                 self._pool.release(load.block_id)
-        request.pending_loads.clear()
 
     def reset(self) -> None:
         """Loads of before a cache reset can neither be joined nor published any more."""
@@ -103,9 +108,3 @@ class KVLoads:
         if self._by_key.get(load.key) is load:
             del self._by_key[load.key]
         return load
-
-    @staticmethod
-    def _dismiss(load: KVLoad) -> list[Request]:
-        for request in load.waiters:
-            request.pending_loads.discard(load.ticket)
-        return load.waiters

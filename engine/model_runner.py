@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.kernels import Kernels
 from engine.distribution import PoisonedLogits
+from engine.kernels import Kernels
 from engine.kv_cache import KVCache
 from engine.outputs import TokenLogprobs
 from engine.paged_batch import PagedBatch
-from engine.sampler import Sampled, SampleRow, Unsampled, prompt_logprobs, sample
+from engine.sampler import Sampled, Unsampled, prompt_logprobs, sample
 from engine.step import SequenceInput, StepInput, StepOutput
-from offload.manager import CopyIn, CopyOut
+from offload.transfers import CopyIn, CopyOut
 
 
 @dataclass(frozen=True, slots=True)

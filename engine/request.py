@@ -49,9 +49,8 @@ class Request:
     num_committed_blocks: int = 0  # blocks of the table already offered to the prefix map
     first_cacheable_block: int = 0  # blocks before it were dropped by a cache reset
 
-    pending_loads: set[int] = field(default_factory=set)  # tickets this request waits on
+    pending_loads: dict[int, int] = field(default_factory=dict)  # ticket -> index of its block
     load_deadline: float | None = None
-    use_offload: bool = True  # off once a load failed it, so that nothing is retried for ever
     block_sources: list[str] = field(default_factory=list)  # nearest tier, per block first hit
     admitted_once: bool = False
     cached: CachedTokens = field(default_factory=CachedTokens)

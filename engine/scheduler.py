@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.kv_cache_manager import DEVICE, BlockHit, KVCacheManager, count_by_tier
+from engine.kv_cache_manager import BlockHit, KVCacheManager, count_by_tier
 from engine.request import Request, RequestState
 
 # While answers are streaming, prompts get at most this share of the token budget, so that a step,
@@ -106,16 +106,23 @@ class Scheduler:
     # --- loads ------------------------------------------------------------------------------
 
     def loads_settled(self, request: Request) -> None:
-        """Every load of `request` is in place: it may run."""
+        """Every load that `request` still counts on is in place: it may run."""
+        self.kv.loads_settled(request)
+        if not self.kv.grow(request, request.num_tokens):
+            # The blocks behind a failed load went to somebody else meanwhile.
+            self._requeue(request)
+            return
         self._leave_queue(request)
         request.load_deadline = None
-        self.kv.loads_settled(request)
         self._run(request)
 
-    def load_failed(self, request: Request) -> None:
-        """Give up on the tiers for this request: requeue it; what did load is a device hit now."""
-        self._requeue(request)
-        request.use_offload = False
+    def load_failed(self, request: Request, block_index: int) -> None:
+        """A load failed or is late: the hit ends before its block, the rest is recomputed."""
+        self.kv.shorten_hit(request, block_index)
+        if not request.admitted_once:
+            self._count_cached(request)
+        if not request.pending_loads:
+            self.loads_settled(request)
 
     def _requeue(self, request: Request) -> None:
         self._leave_queue(request)
@@ -222,7 +229,9 @@ class Scheduler:
         self._leave_queue(request)
         self.kv.admit(request, chosen)
         self._num_admissions += 1
-        self._account_hits(request, hits, chosen)
+        if not request.admitted_once:
+            self._note_sources(request, hits, chosen)
+            self._count_cached(request)
         if request.pending_loads:
             request.state = RequestState.LOADING
             self.loading.append(request)
@@ -230,20 +239,17 @@ class Scheduler:
             self._run(request)
         return True
 
-    def _account_hits(self, request: Request, hits: list[BlockHit], chosen: list[BlockHit]) -> None:
-        """`cached_tokens` belongs to the first admission and is settled once its loads are in.
-
-        After a failed load the request comes back: what it finds then counts for the tier that
-        held it the first time.
-        """
-        if request.admitted_once:
-            return
+    def _note_sources(self, request: Request, hits: list[BlockHit], chosen: list[BlockHit]) -> None:
+        """Remember the nearest tier of each block when it was first hit."""
         if not request.block_sources:
-            request.block_sources = [hit.source for hit in hits]
-            skipped = len(hits) - len(chosen)
-            request.recomputed_by_choice = skipped * self.kv.block_size
-        sources = request.block_sources[: len(chosen)]
-        sources += [DEVICE] * (len(chosen) - len(sources))
+            num_skipped = len(hits) - len(chosen)
+            request.recomputed_by_choice = num_skipped * self.kv.block_size
+        known = len(request.block_sources)
+        request.block_sources += [hit.source for hit in chosen[known:]]
+
+    def _count_cached(self, request: Request) -> None:
+        """`cached_tokens` belongs to the first admission and is settled once its loads are in."""
+        sources = request.block_sources[: request.num_hit_blocks]
         request.cached = count_by_tier(sources, self.kv.block_size)
 
     def _run(self, request: Request) -> None:

@@ -6,6 +6,8 @@ that pages do not hold, shows here, at load, instead of in somebody's answer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from engine.attention import NAME
@@ -69,7 +71,7 @@ def _paged_logits(runner: ModelRunner, token_ids: list[int], block_size: int) ->
 
 @torch.inference_mode()
 def _eager_logits(loaded: LoadedModel, token_ids: list[int]) -> torch.Tensor:
-    model = loaded.model
+    model: Any = loaded.model  # transformers' methods are beyond nn.Module's types
     model.set_attn_implementation("eager")
     try:
         device = next(model.parameters()).device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from offload.manager import TierStats
+from offload.tier import TierStats
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.outputs import TokenLogprobs
 from engine.sampler import Sampled, SampleRow, Unsampled
-from offload.manager import CopyIn, CopyOut
+from offload.transfers import CopyIn, CopyOut
 
 
 @dataclass(frozen=True, slots=True)

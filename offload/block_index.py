@@ -37,7 +37,7 @@ class BlockIndex:
             return BlockState.SAVING
         return BlockState.EVICTING if key in self._evicting else BlockState.ABSENT
 
-    def keys(self) -> list[BlockKey]:
+    def present(self) -> list[BlockKey]:
         """PRESENT, least recently used first."""
         return list(self._present)
 

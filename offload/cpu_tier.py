@@ -59,8 +59,8 @@ class CpuTier:
     def state(self, key: BlockKey) -> BlockState:
         return self._index.state(key)
 
-    def keys(self) -> list[BlockKey]:
-        return self._index.keys()
+    def present(self) -> list[BlockKey]:
+        return self._index.present()
 
     def meta(self, key: BlockKey) -> BlockMeta | None:
         return self._index.get(key).meta

@@ -120,7 +120,7 @@ class SaveQueue:
         for lane in self._lanes:
             if lane.in_memory:
                 continue
-            upper = [other.tier.keys() for other in self._lanes if other.in_memory]
+            upper = [other.tier.present() for other in self._lanes if other.in_memory]
             for keys in (*upper, list(self._resident)):
                 for key in keys:
                     if key not in lane.barred and lane.tier.state(key) is BlockState.ABSENT:
@@ -335,7 +335,7 @@ class SaveQueue:
         lane.barred = set(self._resident)
         for other in self._lanes:
             if other.in_memory and other is not lane:
-                lane.barred.update(other.tier.keys())
+                lane.barred.update(other.tier.present())
         for name, key in list(self._active):
             save = self._active[name, key]
             if save.lane is lane:

@@ -103,7 +103,7 @@ def scan(dir_fd: int) -> Iterator[StoreFile]:
                 yield from scan_fingerprint(dir_fd, entry.name)
             elif is_directory:
                 kind = Kind.TRASH if entry.name.startswith(TRASH_PREFIX) else Kind.FOREIGN
-                yield from _scan_tree(dir_fd, entry.name, kind, None)
+                yield from _scan_tree(dir_fd, entry.name, kind, None, entry.name)
             else:
                 yield from _other(entry, entry.name, Kind.FOREIGN, None)
 
@@ -123,7 +123,7 @@ def scan_fingerprint(dir_fd: int, fingerprint: str) -> Iterator[StoreFile]:
                 if is_directory and len(entry.name) == 2 and _HEX.issuperset(entry.name):
                     yield from _scan_prefix(root, fingerprint, entry.name)
                 elif is_directory:
-                    yield from _scan_tree(dir_fd, path, Kind.FOREIGN, fingerprint)
+                    yield from _scan_tree(root, entry.name, Kind.FOREIGN, fingerprint, path)
                 elif entry.name.startswith(TEMPORARY_PREFIX):
                     yield from _other(entry, path, Kind.TEMPORARY, fingerprint)
                 else:
@@ -145,6 +145,9 @@ def _scan_prefix(root: int, fingerprint: str, prefix: str) -> Iterator[StoreFile
                 try:
                     status = entry.stat(follow_symlinks=False)
                 except OSError:
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    yield from _scan_tree(fd, entry.name, Kind.FOREIGN, fingerprint, path)
                     continue
                 key = parse_block_name(prefix, entry.name)
                 if key is None or not stat.S_ISREG(status.st_mode):
@@ -182,16 +185,18 @@ def _other(
         )
 
 
-def _scan_tree(dir_fd: int, path: str, kind: Kind, fingerprint: str | None) -> Iterator[StoreFile]:
-    walk = os.fwalk(path, dir_fd=dir_fd, follow_symlinks=False, onerror=None)
-    for folder, _, names, fd in walk:
-        yield _directory(folder, fingerprint, os.fstat(fd), kind)
-        for name in names:
+def _scan_tree(
+    dir_fd: int, name: str, kind: Kind, fingerprint: str | None, path: str
+) -> Iterator[StoreFile]:
+    for folder, _, names, fd in os.fwalk(name, dir_fd=dir_fd, follow_symlinks=False):
+        where = path + folder.removeprefix(name)
+        yield _directory(where, fingerprint, os.fstat(fd), kind)
+        for name_in_folder in names:
             with suppress(OSError):
-                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                status = os.stat(name_in_folder, dir_fd=fd, follow_symlinks=False)
                 yield StoreFile(
                     kind,
-                    f"{folder}/{name}",
+                    f"{where}/{name_in_folder}",
                     fingerprint,
                     None,
                     status.st_size,

@@ -160,7 +160,7 @@ class Tier(Protocol):
         """Whether blocks are addressable: `slot` then replaces `write` and `read`."""
 
     def state(self, key: BlockKey) -> BlockState: ...
-    def keys(self) -> list[BlockKey]:
+    def present(self) -> list[BlockKey]:
         """PRESENT blocks, least recently used first."""
 
     def meta(self, key: BlockKey) -> BlockMeta | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,32 +181,51 @@ Directory = Annotated[
 ]
 
 
-def _store_ls(directory: Directory, /) -> int:
-    """List what a disk tier holds."""
+def _store_ls(
+    directory: Directory,
+    /,
+    *,
+    fingerprint: Annotated[str | None, Parameter(help="Only blocks of models so named.")] = None,
+) -> int:
+    """List the blocks in a disk tier, those unused longest first."""
     from api.cli.store import store_ls
 
-    return store_ls(directory)
+    return store_ls(directory, fingerprint=fingerprint)
 
 
 def _store_stat(directory: Directory, /) -> int:
-    """Sum up what a disk tier holds."""
+    """Sum up what a disk tier holds, by model fingerprint."""
     from api.cli.store import store_stat
 
     return store_stat(directory)
 
 
 def _store_verify(directory: Directory, /) -> int:
-    """Read every block of a disk tier and check it; 1 if any is damaged."""
+    """Read every block of a disk tier and check it; 1 if any is bad."""
     from api.cli.store import store_verify
 
     return store_verify(directory)
 
 
-def _store_gc(directory: Directory, /) -> int:
-    """Remove what no server can use any more."""
+def _store_gc(
+    directory: Directory,
+    /,
+    *,
+    keep_fingerprint: Annotated[
+        list[str] | None,
+        Parameter(help="Remove the blocks of all other models, too; may be repeated."),
+    ] = None,
+    max_age: Annotated[
+        float | None, Parameter(help="Remove blocks unused for so many seconds, too.")
+    ] = None,
+    dry_run: Annotated[bool, Parameter(help="Only say what would be removed.")] = False,
+) -> int:
+    """Remove what no server can use: leftovers, damaged blocks, older formats."""
     from api.cli.store import store_gc
 
-    return store_gc(directory)
+    return store_gc(
+        directory, keep_fingerprint=keep_fingerprint or (), max_age=max_age, dry_run=dry_run
+    )
 
 
 def _environment_key() -> str | None:
@@ -231,6 +251,7 @@ def build_app() -> App:
     app.command(
         _serve,
         name="serve",
+        sort_key=1,
         help=SERVE_HELP,
         version_flags=(),
         default_parameter=Parameter(negative=None),
@@ -266,7 +287,12 @@ def run(arguments: Sequence[str]) -> int:
         complain(error)
         return EXIT_FAILURE
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read the output (head, a pager) has seen enough. Python would complain once more
+        # when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
     return outcome if isinstance(outcome, int) else 0
 
 

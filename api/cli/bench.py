@@ -9,7 +9,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,9 +117,9 @@ async def _run_conversations(
             while waiting:
                 number, turns = waiting.pop()
                 conversation = converse(client, target, server, options, number, turns)
-                for measured in await conversation:
+                async for measured in conversation:
                     requests.append(measured)
-                bar.update(turns)
+                    bar.update()
 
         started = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -147,11 +147,11 @@ async def converse(
     options: BenchOptions,
     number: int,
     turns: int,
-) -> list[Measured]:
-    """One conversation by token ids. A failed turn fails the ones that would build on it."""
+) -> AsyncIterator[Measured]:
+    """The turns of one conversation, by token ids, as they end. A failed turn fails the ones that
+    would build on it."""
     generator = random.Random(f"{options.seed}/{number}")
     history: list[int] = []
-    measured_turns: list[Measured] = []
     failure: str | None = None
     for turn in range(turns):
         history += generator.choices(server.vocabulary, k=options.input_tokens)
@@ -163,8 +163,7 @@ async def converse(
             history += measured.token_ids
         else:
             measured.error = failure
-        measured_turns.append(measured)
-    return measured_turns
+        yield measured
 
 
 async def _ask_server(client: httpx.AsyncClient, options: BenchOptions) -> Server:

@@ -155,13 +155,16 @@ def announce(options: ServeOptions, config: EngineConfig, url: str) -> None:
 
 def announce_ready(engine: AsyncEngine, url: str) -> None:
     """What the load has settled."""
+    # The load has imported torch by now; asking which device it chose computes nothing.
+    from engine.model_loader import resolve_device
+
     model = engine.model
     stats = engine.stats()
     logger.info(
         "Model: %s, %s on %s, up to %d tokens",
         model.architecture,
         model.dtype,
-        engine.config.device,
+        resolve_device(engine.config),
         model.max_model_len,
     )
     logger.info(

@@ -134,7 +134,11 @@ async def _run(
     )
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    signals.call(lambda: loop.call_soon_threadsafe(stop.set))
+
+    def request_stop() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    signals.call(request_stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     holder.start()

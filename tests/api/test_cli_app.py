@@ -126,3 +126,34 @@ def test_python_m_api_is_the_same_command():
     )
     assert done.returncode == 2
     assert last_line(done.stderr).startswith("overwinter: error: Unknown option: --nope")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m api serve --help | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc"])
+def test_store_commands_look_into_the_directory_they_are_given(capsys, tmp_path, command):
+    assert run(["store", command, str(tmp_path)]) == 0
+    assert run(["store", command, str(tmp_path / "absent")]) == 2
+    assert "absent: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_flags_of_store_reach_it(monkeypatch, tmp_path):
+    calls = []
+
+    def record(directory, **flags):
+        calls.append((directory, flags))
+        return 7
+
+    monkeypatch.setattr("api.cli.store.store_ls", record)
+    monkeypatch.setattr("api.cli.store.store_gc", record)
+    assert run(["store", "ls", str(tmp_path), "--fingerprint", "ab"]) == 7
+    keep = ["--keep-fingerprint", "ab", "--keep-fingerprint", "cd"]
+    assert run(["store", "gc", str(tmp_path), *keep, "--max-age", "60", "--dry-run"]) == 7
+    assert run(["store", "gc", str(tmp_path)]) == 7
+    gc = {"keep_fingerprint": ["ab", "cd"], "max_age": 60.0, "dry_run": True}
+    bare = {"keep_fingerprint": (), "max_age": None, "dry_run": False}
+    assert calls == [(tmp_path, {"fingerprint": "ab"}), (tmp_path, gc), (tmp_path, bare)]

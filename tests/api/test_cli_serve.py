@@ -312,7 +312,7 @@ def broken(tmp_path):
         (lambda model, tmp_path: [broken(tmp_path)], "config.json"),
         (lambda model, tmp_path: [model, "--disk-tier", model / "config.json" / "kv"], "kv"),
         (lambda model, tmp_path: [model, "--speculative", "ngram"], "--speculative"),
-        (lambda model, tmp_path: [model, "--kv-blocks", "1000000000000"], "--kv-blocks"),
+        (lambda model, tmp_path: [model, "--kv-blocks", "1000000000000"], "KV pool"),
     ],
     ids=["absent model", "broken model", "impossible disk tier", "no such drafter", "huge pool"],
 )

@@ -59,9 +59,9 @@ async def test_prefill_only(tiny_llama: Path, kernel_cache: Path) -> None:
 async def test_no_limit_means_what_fits(tiny_llama: Path, kernel_cache: Path) -> None:
     async with running_engine(tiny_llama, kernel_cache, kv_blocks=10) as engine:
         assert engine.max_request_tokens == 40
-        answer = await ask(engine, PROMPT, SamplingParams(
-            max_tokens=None, temperature=0.0, ignore_eos=True
-        ))
+        answer = await ask(
+            engine, PROMPT, SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
+        )
         assert len(answer.token_ids) == 40 - len(PROMPT)
 
 
@@ -69,7 +69,7 @@ async def test_a_request_that_can_never_fit_is_refused_and_the_next_served(
     tiny_llama: Path, kernel_cache: Path
 ) -> None:
     async with running_engine(tiny_llama, kernel_cache, kv_blocks=10) as engine:
-        with pytest.raises(InvalidRequestError, match="44 tokens .*40 tokens") as refused:
+        with pytest.raises(InvalidRequestError, match=r"44 tokens .*40 tokens") as refused:
             await ask(engine, list(range(3, 46)), greedy(1))
         assert refused.value.code == "context_length_exceeded"
         with pytest.raises(InvalidRequestError, match="41 tokens"):
@@ -174,9 +174,7 @@ async def test_an_abort_reaches_a_waiting_request(tiny_llama: Path, kernel_cache
 
 async def test_the_queue_is_bounded(tiny_llama: Path, kernel_cache: Path) -> None:
     async with running_engine(tiny_llama, kernel_cache, max_num_seqs=2, max_queue=3) as engine:
-        streams = [
-            engine.submit(PROMPT, greedy(4), request_id=f"q{number}") for number in range(5)
-        ]
+        streams = [engine.submit(PROMPT, greedy(4), request_id=f"q{number}") for number in range(5)]
         with pytest.raises(QueueFullError) as refused:
             engine.submit(PROMPT, greedy(4), request_id="q5")
         assert refused.value.retry_after > 0

@@ -14,13 +14,15 @@ FINGERPRINT = bytes(range(32))
 def test_known_answer() -> None:
     """Pinned: a change here orphans every stored block and needs a new format version."""
     root = root_hash(FINGERPRINT)
-    by_hand = hashlib.sha256(
-        b"\x04root" + struct.pack("<Q", 32) + FINGERPRINT
-    ).digest()
+    by_hand = hashlib.sha256(b"\x04root" + struct.pack("<Q", 32) + FINGERPRINT).digest()
     assert root == by_hand
     block = hashlib.sha256(
-        b"\x05block" + struct.pack("<Q", 32) + root
-        + b"\x06tokens" + struct.pack("<Q", 12) + struct.pack("<3I", 1, 2, 70000)
+        b"\x05block"
+        + struct.pack("<Q", 32)
+        + root
+        + b"\x06tokens"
+        + struct.pack("<Q", 12)
+        + struct.pack("<3I", 1, 2, 70000)
     ).digest()
     assert block_hash(root, [1, 2, 70000]) == block
 
@@ -32,7 +34,10 @@ def test_the_same_in_another_process() -> None:
     )
     runs = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
         ).stdout.strip()
         for seed in ("1", "2")

@@ -115,6 +115,12 @@ def test_unknown_tokenizer_model_is_refused_by_name() -> None:
         build_tokenizer(header)
 
 
+def test_damaged_vocabulary_is_refused() -> None:
+    header, _ = fragment_header(golden("gpt-2"), merges=["Ġ nowhere"])
+    with pytest.raises(StartupError, match=r"vocabulary of fragment\.gguf is damaged"):
+        build_tokenizer(header)
+
+
 def test_file_without_vocabulary_is_refused() -> None:
     with pytest.raises(StartupError, match="holds no tokenizer"):
         build_tokenizer(GGUFHeader(Path("empty.gguf"), "llama", {}, (), 0))

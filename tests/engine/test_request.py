@@ -36,9 +36,7 @@ def make_request(num_prompt: int, num_output: int, num_computed: int) -> Request
         pytest.param(10, 6, 3, 3, id="preempted and resumed: what is confirmed again"),
     ],
 )
-def test_committed_len(
-    num_prompt: int, num_output: int, num_computed: int, expected: int
-) -> None:
+def test_committed_len(num_prompt: int, num_output: int, num_computed: int, expected: int) -> None:
     assert committed_len(make_request(num_prompt, num_output, num_computed)) == expected
 
 

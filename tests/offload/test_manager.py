@@ -150,7 +150,7 @@ def test_a_cpu_tier_smaller_than_the_device_still_fills_the_disk(open_disk: Open
     for number in range(60):
         planner.commit(number)
     planner.settle()
-    assert set(disk.keys()) == {key(number) for number in range(60)}
+    assert set(disk.present()) == {key(number) for number in range(60)}
     assert planner.manager.stats()["disk"].saved_blocks == 60
 
 
@@ -262,7 +262,7 @@ def test_a_failed_save_vanishes_and_saving_resumes(
     planner.commit(2)
     planner.manager.touch([key(1)])  # still resident: its save is tried again when used
     planner.settle()
-    assert set(disk.keys()) == {key(1), key(2)}
+    assert set(disk.present()) == {key(1), key(2)}
 
 
 def test_an_exception_of_any_kind_costs_one_block_and_no_thread(open_disk: OpenDisk) -> None:
@@ -275,7 +275,7 @@ def test_an_exception_of_any_kind_costs_one_block_and_no_thread(open_disk: OpenD
     del disk.faults["write"]
     planner.commit(2)
     planner.settle()
-    assert disk.keys() == [key(2)]
+    assert disk.present() == [key(2)]
 
 
 def test_a_hung_write_fails_at_its_deadline_and_keeps_its_buffer(open_disk: OpenDisk) -> None:
@@ -294,7 +294,7 @@ def test_a_hung_write_fails_at_its_deadline_and_keeps_its_buffer(open_disk: Open
     disk.release.set()
     planner.settle()
     planner.until(lambda: manager._staging.num_free == 2)
-    assert set(disk.keys()) == {key(1), key(2)}  # the late one is whole, and welcome
+    assert set(disk.present()) == {key(1), key(2)}  # the late one is whole, and welcome
     assert manager.stats()["disk"].skipped == {"ETIMEDOUT": 1}
 
 
@@ -387,7 +387,7 @@ async def test_flush_saves_what_only_memory_holds(cpu: CpuTier, open_disk: OpenD
     result = await planner.manager.flush(planner.pump)
     assert result == {"saved": {"cpu": 0, "disk": 5}, "failed": {"cpu": 0, "disk": 0}}
     assert disk.calls[-1] == "sync"
-    assert set(disk.keys()) == {key(number) for number in range(5)}
+    assert set(disk.present()) == {key(number) for number in range(5)}
     again = await planner.manager.flush(planner.pump)
     assert again["saved"] == {"cpu": 0, "disk": 0}
 
@@ -425,12 +425,12 @@ async def test_a_reset_is_at_once_durable_and_final(cpu: CpuTier, open_disk: Ope
     disk.release.set()
     planner.settle()
     assert planner.failed == [waiting]
-    assert disk.keys() == []
-    assert open_disk().keys() == []
+    assert disk.present() == []
+    assert open_disk().present() == []
 
     planner.commit(4)  # the tiers take new blocks at once
     planner.settle()
-    assert open_disk().keys() == [key(4)]
+    assert open_disk().present() == [key(4)]
     manager.check()
 
 
@@ -444,10 +444,10 @@ async def test_a_reset_of_disk_alone_keeps_memory_and_does_not_refill(
     assert await planner.manager.reset(["disk"]) == {"disk": 1}
     assert planner.manager.lookup(key(1)) == "cpu"
     await planner.manager.flush(planner.pump)
-    assert disk.keys() == []
+    assert disk.present() == []
     planner.commit(1)
     planner.settle()
-    assert disk.keys() == [key(1)]
+    assert disk.present() == [key(1)]
 
 
 async def test_a_copy_under_way_keeps_its_source_through_a_reset(cpu: CpuTier) -> None:
@@ -575,11 +575,11 @@ async def test_close_flushes_and_keeps_the_order_of_use(open_disk: OpenDisk) -> 
     for number in range(3):
         planner.commit(number)
         planner.settle()
-        time.sleep(0.02)
+        await asyncio.sleep(0.02)
     planner.manager.touch([key(0)])
     planner.commit(3)
     await planner.manager.close(planner.pump)
-    assert open_disk().keys() == [key(1), key(2), key(0), key(3)]
+    assert open_disk().present() == [key(1), key(2), key(0), key(3)]
 
 
 async def test_close_leaves_a_hung_call_behind(open_disk: OpenDisk, monkeypatch: Any) -> None:
