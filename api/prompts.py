@@ -128,8 +128,12 @@ async def encode_prompt(
 
 
 async def encode_messages(engine: AsyncEngine, value: Any, add_special_tokens: bool) -> Prompt:
-    """Token ids of a conversation with the turn opened for the answer. Raises `ApiError` 400 and
-    what the template raises."""
+    """Token ids of a conversation with the turn opened for the answer.
+
+    Special tokens come from the template alone; `add_special_tokens` puts those of the tokenizer
+    around them. One that is spelled out in a message is plain text. Raises `ApiError` 400 and what
+    the template raises.
+    """
     tokenizer = engine.tokenizer
     template = tokenizer.chat_template
     if template is None:
@@ -137,13 +141,28 @@ async def encode_messages(engine: AsyncEngine, value: Any, add_special_tokens: b
             f"The model {engine.model.name} has no chat template; use /v1/completions.", "messages"
         )
     messages = parse_messages(value, knows_developer="developer" in template)
-    text = tokenizer.render_chat(messages)
-    prompt = Prompt(await encode(tokenizer, text, add_special_tokens), text)
-    if not prompt.token_ids:
+    if sum(len(message["content"]) for message in messages) <= INLINE_CHARS:
+        token_ids = tokenizer.encode_chat(messages)
+    else:
+        token_ids = await asyncio.to_thread(tokenizer.encode_chat, messages)
+    if add_special_tokens:
+        before, after = _affixes(tokenizer)
+        token_ids = [*before, *token_ids, *after]
+    if not token_ids:
         raise errors.invalid_request(
             "'messages' make a prompt without tokens.", "messages", "empty_prompt"
         )
-    return prompt
+    return Prompt(token_ids)
+
+
+def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text when asked to add special tokens."""
+    bare = tokenizer.encode("x", False)
+    dressed = tokenizer.encode("x", True)
+    for start in range(len(dressed) - len(bare) + 1):
+        if dressed[start : start + len(bare)] == bare:
+            return dressed[:start], dressed[start + len(bare) :]
+    return [], []
 
 
 def check_token_ids(engine: AsyncEngine, token_ids: Sequence[int], param: str) -> None:
