@@ -1,4 +1,4 @@
-"""The KV pool: one allocation of equal blocks, seen as bytes by offload and as tensors by attention."""
+"""The KV pool: equal blocks in one allocation, bytes to offload and tensors to attention."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import decoders, processors
 
 from engine import chat_template
 from engine.chat_template import ChatTemplateError
@@ -56,15 +56,13 @@ class Tokenizer:
         self.chat_template = template
         self.special_tokens = _special_tokens(config)
         added = backend.get_added_tokens_decoder()
-        self.vocab_size = max(
-            backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0
-        )
+        # Not the number of tokens: a vocabulary may have holes.
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         _apply_affix_flags(backend, config, self.special_tokens)
-        decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
-        self._is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         texts = sorted((added[i].content for i in self.special_ids), key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 

@@ -7,14 +7,14 @@ builds ahead of time.
 
 from __future__ import annotations
 
-from engine.kernels.build import VARIANTS, KernelBuildError, build, detect_variant
+from engine.kernels.build import VARIANTS, KernelBuildError, build_library, detect_variant
 from engine.kernels.native import Kernels, load_kernels
 
 __all__ = [
     "VARIANTS",
     "KernelBuildError",
     "Kernels",
-    "build",
+    "build_library",
     "detect_variant",
     "load_kernels",
 ]

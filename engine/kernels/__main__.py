@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.kernels.build import VARIANTS, KernelBuildError, build, detect_variant
+from engine.kernels.build import VARIANTS, KernelBuildError, build_library, detect_variant
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for variant in args.variant or [detect_variant()]:
         try:
-            print(build(args.cache_dir, variant))
+            print(build_library(args.cache_dir, variant))
         except KernelBuildError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -90,7 +90,7 @@ def detect_variant(flags: frozenset[str] | None = None) -> str:
     return next(name for name, variant in VARIANTS.items() if variant.needs <= reported)
 
 
-def build(cache_dir: Path, variant: str) -> Path:
+def build_library(cache_dir: Path, variant: str) -> Path:
     """Path of the library for `variant`, compiled unless an intact one is there.
 
     Without a compiler one built by any compiler from this very source will do. Raises

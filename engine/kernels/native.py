@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from engine.kernels.build import KernelBuildError, build, detect_variant
+from engine.kernels.build import KernelBuildError, build_library, detect_variant
 
 if TYPE_CHECKING:
     from engine.paged_batch import PagedBatch
@@ -160,14 +160,14 @@ def load_kernels(cache_dir: Path) -> Kernels | None:
     """
     variant = detect_variant()
     try:
-        path = build(cache_dir, variant)
+        path = build_library(cache_dir, variant)
         try:
             return Kernels(path, variant)
         except OSError:
             # Written whole, and yet not loadable: made for another libc, say. Once more from
             # the source, and then no further.
             path.unlink()
-            return Kernels(build(cache_dir, variant), variant)
+            return Kernels(build_library(cache_dir, variant), variant)
     except (KernelBuildError, OSError) as error:
         log.warning("paged attention runs without its kernel, slower: %s", error)
         return None

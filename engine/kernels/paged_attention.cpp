@@ -103,6 +103,17 @@ struct Carver {
 
 // ------------------------------------------------------------------------------- register blocks
 
+// The right-hand matrix of a block: rows of a panel, or rows wherever they lie.
+struct Panel {
+  const float* base;
+  const float* operator()(int k) const { return base + k * 2 * W; }
+};
+struct Scattered {
+  const float* const* rows;
+  int64_t offset;
+  const float* operator()(int k) const { return rows[k] + offset; }
+};
+
 // c[m][0..2W) = init + sum over k of a[m][k] * b(k)[0..2W), for M rows.
 template <int M, bool Accumulate, class Rows>
 inline void block(int depth, const float* a, int64_t lda, Rows b, float* c, int64_t ldc,
@@ -144,9 +155,10 @@ inline void blocks_up_to(int rows, int depth, const float* a, int64_t lda, Rows 
   }
 }
 
+// Out of line and free of the pages' type, so that it is compiled once.
 template <bool Accumulate, class Rows>
-inline void column_block(int rows, int depth, const float* a, int64_t lda, Rows b, float* c,
-                         int64_t ldc, const float* decay) {
+__attribute__((noinline)) void column_block(int rows, int depth, const float* a, int64_t lda,
+                                            Rows b, float* c, int64_t ldc, const float* decay) {
   for (int m = 0; m < rows; m += MR) {
     blocks_up_to<MR, Accumulate>(std::min(MR, rows - m), depth, a + m * lda, lda, b, c + m * ldc,
                                  ldc, decay + m);
@@ -162,6 +174,11 @@ struct Task {
   int32_t split;               // index of the split tile it belongs to, or -1
 };
 
+// Positions [start, end) of a context; those before `first` are out of sight of all rows.
+struct KeyTile {
+  int32_t start, first, end;
+};
+
 // Result of one partition (or of several merged): weights are 2^(score - peak).
 struct Partial {
   float* acc;   // [M][padded]
@@ -175,6 +192,7 @@ struct Split {
   std::atomic<int32_t> missing;
 };
 
+template <class T>
 struct Scratch {
   float* query;   // [M][padded], scaled
   float* keys;    // [KEYS / 2W][padded][2W]: transposed, in panels of 2W keys
@@ -183,6 +201,7 @@ struct Scratch {
   float* decay;   // [M]
   float* zeros;   // [padded]
   const float** row;  // [KEYS]
+  const T** page_row[2];  // [KEYS] each: the keys' places of this key tile and of the next
   Partial part, total;
 };
 
@@ -298,8 +317,8 @@ class Attention {
     scratch = c.take<char>(threads * scratch_bytes);
   }
 
-  Scratch carve_scratch(Carver& c) const {
-    Scratch s;
+  Scratch<T> carve_scratch(Carver& c) const {
+    Scratch<T> s;
     s.query = c.take<float>(max_m() * padded);
     s.keys = c.take<float>(KEYS * padded);
     s.rows = c.take<float>(KEYS * padded);
@@ -307,6 +326,7 @@ class Attention {
     s.decay = c.take<float>(max_m());
     s.zeros = c.take<float>(padded);
     s.row = c.take<const float*>(KEYS);
+    for (const T**& rows : s.page_row) rows = c.take<const T*>(KEYS);
     for (Partial* p : {&s.part, &s.total}) {
       p->acc = c.take<float>(max_m() * padded);
       p->peak = c.take<float>(max_m());
@@ -321,7 +341,7 @@ class Attention {
 
   void work() {
     Carver carver{scratch + next_worker.fetch_add(1) * scratch_bytes};
-    Scratch s = carve_scratch(carver);
+    Scratch<T> s = carve_scratch(carver);
     std::fill_n(s.zeros, padded, 0.0f);
     for (;;) {
       int64_t index = next_task.fetch_add(1);
@@ -349,7 +369,7 @@ class Attention {
     }
   }
 
-  void load_query(const Task& t, Scratch& s) const {
+  void load_query(const Task& t, Scratch<T>& s) const {
     const int64_t first_row = a.query_start[t.seq] + t.row;
     const int dim = a.pages.head_dim;
     for (int r = 0; r < t.rows; ++r) {
@@ -364,19 +384,28 @@ class Attention {
     }
   }
 
-  // Points s.row at float32 rows of positions [start, end), in place where the page allows.
-  void load_rows(const Task& t, const void* pages, int start, int end, Scratch& s) const {
+  // Points rows[i] at the key of position start + i, up to `end`.
+  void locate(const Task& t, int start, int end, const T** rows) const {
     const OwPages& p = a.pages;
     const int32_t* table = a.block_tables + t.seq * a.table_stride;
-    const T* head = static_cast<const T*>(pages) + t.head * p.head_stride;
+    const T* head = static_cast<const T*>(p.keys) + t.head * p.head_stride;
     int page = start / p.block_size, offset = start % p.block_size;
-    const T* from = head + table[page] * p.block_stride + offset * p.token_stride;
-    for (int k = 0; k < end - start; ++k) {
-      s.row[k] = float_row(from, s.rows + k * padded);
-      from += p.token_stride;
-      if (++offset == p.block_size && start + k + 1 < end) {
-        offset = 0;
-        from = head + table[++page] * p.block_stride;
+    while (start < end) {
+      const T* from = head + table[page] * p.block_stride;
+      const int stop = std::min(p.block_size, offset + end - start);
+      start += stop - offset;
+      for (; offset < stop; ++offset) *rows++ = from + offset * p.token_stride;
+      offset = 0;
+      ++page;
+    }
+  }
+
+  // Pages lie apart in memory, and at the start of each the hardware's prefetcher starts anew.
+  void prefetch(const T* const* rows, int count, int64_t offset) const {
+    for (int k = 0; k < count; ++k) {
+      const char* line = reinterpret_cast<const char*>(rows[k] + offset);
+      for (const char* end = line + a.pages.head_dim * sizeof(T); line < end; line += 64) {
+        __builtin_prefetch(line, 0, 2);
       }
     }
   }
@@ -394,8 +423,9 @@ class Attention {
   }
 
   // Lays `count` rows (a multiple of 2W) out as panels of 2W keys, dimension by dimension.
-  void transpose_keys(int count, Scratch& s) const {
+  void transpose_keys(int count, int num_next, Scratch<T>& s) const {
     for (int k = 0; k < count; k += W) {
+      prefetch(s.page_row[1] + k, std::min(W, num_next - k), 0);
       float* panel = s.keys + (k / (2 * W)) * padded * 2 * W + k % (2 * W);
       for (int64_t d = 0; d < padded; d += W) {
         vf x[W];
@@ -408,7 +438,7 @@ class Attention {
     }
   }
 
-  void partition(const Task& t, int index, Scratch& s, Partial out) const {
+  void partition(const Task& t, int index, Scratch<T>& s, Partial out) const {
     const int m = t.rows * group;
     const int before = a.context_len[t.seq] - (a.query_start[t.seq + 1] - a.query_start[t.seq]);
     const int seen_from = first_seen(before + t.row), seen_to = before + t.row + t.rows;
@@ -417,55 +447,58 @@ class Attention {
     std::fill_n(out.peak, m, EMPTY);
     std::fill_n(out.mass, m, 0.0f);
     std::fill_n(out.acc, m * padded, 0.0f);
-    for (int start = from; start < to; start += KEYS) {
-      const int end = std::min(start + KEYS, to);
-      // Keys before the window may be in pages that were given back: never read them.
-      const int first = std::max(start, seen_from);
-      key_tile(t, before + t.row, start, first, end, s, out);
+    // Keys before the window may be in pages that were given back: never read them.
+    KeyTile tile{from, std::max(from, seen_from), std::min(from + KEYS, to)};
+    if (from < to) locate(t, tile.first, tile.end, s.page_row[0]);
+    while (tile.start < to) {
+      const int start = tile.start + KEYS;
+      const KeyTile next{start, start, std::min(start + KEYS, to)};
+      locate(t, next.first, next.end, s.page_row[1]);
+      key_tile(t, before + t.row, tile, std::max(0, next.end - next.start), s, out);
+      std::swap(s.page_row[0], s.page_row[1]);
+      tile = next;
     }
   }
 
-  void key_tile(const Task& t, int position, int start, int first, int end, Scratch& s,
+  void key_tile(const Task& t, int position, KeyTile tile, int num_next, Scratch<T>& s,
                 Partial out) const {
-    const int m = t.rows * group, width = end - start;
+    const int m = t.rows * group, width = tile.end - tile.start;
     const int columns = round_up(width, 2 * W);
-    const int skip = first - start;
-    load_tile(t, a.pages.keys, start, first, end, columns, s);
-    transpose_keys(columns, s);
+    const int64_t to_values =
+        static_cast<const T*>(a.pages.values) - static_cast<const T*>(a.pages.keys);
+    load_tile(tile, 0, columns, s);
+    transpose_keys(columns, num_next, s);
     for (int c = 0; c < columns; c += 2 * W) {
-      const float* panel = s.keys + c * padded;
-      column_block<false>(
-          m, padded, s.query, padded, [=](int k) { return panel + k * 2 * W; }, s.scores + c, KEYS,
-          s.decay);
+      column_block<false>(m, padded, s.query, padded, Panel{s.keys + c * padded}, s.scores + c,
+                          KEYS, s.decay);
     }
     for (int r = 0; r < t.rows; ++r) {
-      const int sees_to = std::min(width, position + r + 1 - start);
-      const int sees_from = std::max(skip, first_seen(position + r) - start);
+      const int sees_to = std::min(width, position + r + 1 - tile.start);
+      const int sees_from = std::max(tile.first, first_seen(position + r)) - tile.start;
       for (int g = 0; g < group; ++g) {
         const int row = r * group + g;
         s.decay[row] = softmax(s.scores + row * KEYS, columns, sees_from, sees_to, out.peak[row],
                                out.mass[row]);
       }
     }
-    load_tile(t, a.pages.values, start, first, end, columns, s);
-    const float* const* rows = s.row;
+    load_tile(tile, to_values, columns, s);
+    const int step = (2 * W * KEYS + padded - 1) / padded;
     for (int64_t d = 0; d < padded; d += 2 * W) {
-      column_block<true>(
-          m, width, s.scores, KEYS, [=](int k) { return rows[k] + d; }, out.acc + d, padded,
-          s.decay);
+      const int k = d / (2 * W) * step;
+      prefetch(s.page_row[1] + k, std::min(step, num_next - k), to_values);
+      column_block<true>(m, width, s.scores, KEYS, Scattered{s.row, d}, out.acc + d, padded,
+                         s.decay);
     }
   }
 
-  // Rows [first, end) of the key tile that begins at `start`; the others of `columns` are zeros.
-  void load_tile(const Task& t, const void* pages, int start, int first, int end, int columns,
-                 Scratch& s) const {
-    load_rows(t, pages, first, end, s);
-    const int skip = first - start;
-    if (skip > 0) {
-      std::copy_backward(s.row, s.row + (end - first), s.row + (end - start));
-      std::fill_n(s.row, skip, s.zeros);
+  // Points s.row at the tile's rows as float32; what is out of sight, up to `columns`, is zeros.
+  void load_tile(KeyTile tile, int64_t from_keys, int columns, Scratch<T>& s) const {
+    const int skip = tile.first - tile.start;
+    std::fill_n(s.row, skip, s.zeros);
+    for (int k = 0; k < tile.end - tile.first; ++k) {
+      s.row[skip + k] = float_row(s.page_row[0][k] + from_keys, s.rows + k * padded);
     }
-    std::fill(s.row + (end - start), s.row + columns, s.zeros);
+    std::fill(s.row + (tile.end - tile.start), s.row + columns, s.zeros);
   }
 
   // Turns one row of scores into weights; only [from, to) is in sight. Returns what the weights

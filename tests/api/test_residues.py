@@ -25,8 +25,12 @@ TAIL = [5, 6, 7]
 DRAFTERS = ["off", "tests.drafters:AlwaysWrongDrafter", "tests.drafters:RandomAcceptanceDrafter"]
 
 
-def prompt_of(number: int) -> list[int]:
-    return [4 + number] + [(13 * number + 5 * i) % 300 + 40 for i in range(NUM_PROMPT - 1)]
+ENDINGS = ["length", "stop_id", "stop_string"]
+
+
+def prompt_of(number: int, ending: str) -> list[int]:
+    """A prompt that shares its first token with no other."""
+    return [4 + number + 40 * ENDINGS.index(ending)] + [(13 * number + 5 * i) % 300 + 40 for i in range(NUM_PROMPT - 1)]
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
@@ -72,24 +76,23 @@ def check_replay(http: httpx.Client, history: list[int], salt: str) -> None:
     assert max(abs(a - b) for a, b in pairs) <= LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("ending", ["length", "stop_id", "stop_string"])
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_every_residue(residue_server: LiveServer, ending: str) -> None:
     with residue_server.client() as http:
         for number in range(1, LONGEST + 1):
-            prompt = prompt_of(number)
+            prompt = prompt_of(number, ending)
             drafters.CONTINUATIONS.setdefault(tuple(prompt), ())
             truth = complete(http, prompt, LONGEST + 8, cache_salt=f"truth-{ending}-{number}")
             truth_ids = truth["choices"][0]["token_ids"]
             drafters.know(prompt, truth_ids)
             extra, count = limits(http, truth_ids, number, ending)
-            salt = {"cache_salt": f"{ending}-{number}"}
             answer = complete(http, prompt, extra.pop("max_tokens", LONGEST + 8), **extra)
             choice = answer["choices"][0]
             assert choice["token_ids"] == truth_ids[:count]
             assert choice["finish_reason"] == ("length" if ending == "length" else "stop")
             assert answer["usage"]["completion_tokens"] == count
             assert len(choice["logprobs"]["token_logprobs"]) == count
-            check_replay(http, prompt + choice["token_ids"], salt["cache_salt"])
+            check_replay(http, prompt + choice["token_ids"], f"{ending}-{number}")
 
 
 def limits(

@@ -128,6 +128,11 @@ def test_sentencepiece_stream_joins_bytes() -> None:
     assert stream.flush() == "�"
 
 
+def test_vocab_size_counts_holes() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a"))
+    assert Tokenizer(backend, {}, None).vocab_size == 10
+
+
 def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:
     make_tiny_tokenizer(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
