@@ -32,7 +32,9 @@ ENDINGS = ["length", "stop_id", "stop_string"]
 
 def prompt_of(number: int, ending: str) -> list[int]:
     """A prompt that shares its first token with no other."""
-    return [4 + number + 40 * ENDINGS.index(ending)] + [(13 * number + 5 * i) % 300 + 40 for i in range(NUM_PROMPT - 1)]
+    return [4 + number + 40 * ENDINGS.index(ending)] + [
+        (13 * number + 5 * i) % 300 + 40 for i in range(NUM_PROMPT - 1)
+    ]
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
