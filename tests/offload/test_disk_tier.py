@@ -266,21 +266,21 @@ def test_another_server_opening_in_mid_save_spares_the_temporary(
     open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = open_disk()
-    steps = []
-    for step in ("writev", "fdatasync", "rename"):
+    steps: list[str] = []
 
-        def call(
-            *args: object,
-            step: str = step,
-            real: Callable[..., object] = getattr(os, step),
-            **options: object,
-        ) -> object:
+    def watch(step: str) -> None:
+        real = getattr(os, step)
+
+        def call(*args: object, **options: object) -> object:
             if step not in steps:
                 steps.append(step)
                 open_disk()  # reclaims what dead writers left
             return real(*args, **options)
 
         monkeypatch.setattr(os, step, call)
+
+    for step in ("writev", "fdatasync", "rename"):
+        watch(step)
     assert save(tier, 1).error is None
     assert steps == ["writev", "fdatasync", "rename"]  # content before name
     assert load(tier, 1) == content(1)
