@@ -262,6 +262,30 @@ def test_temporaries_of_the_dead_are_reclaimed_and_of_the_living_spared(
     assert not live.exists()
 
 
+def test_another_server_opening_in_mid_save_spares_the_temporary(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_disk()
+    steps: list[str] = []
+
+    def watch(step: str) -> None:
+        real = getattr(os, step)
+
+        def call(*args: object, **options: object) -> object:
+            if step not in steps:
+                steps.append(step)
+                open_disk()  # reclaims what dead writers left
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, step, call)
+
+    for step in ("writev", "fdatasync", "rename"):
+        watch(step)
+    assert save(tier, 1).error is None
+    assert steps == ["writev", "fdatasync", "rename"]  # content before name
+    assert load(tier, 1) == content(1)
+
+
 @pytest.mark.parametrize("other", [FINGERPRINT, OTHER])
 def test_two_tiers_on_one_directory(other: bytes, open_disk: OpenDisk, store: Path) -> None:
     capacity = 24 * RECORD_BYTES
