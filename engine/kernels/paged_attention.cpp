@@ -1,9 +1,10 @@
 // Paged attention over the KV pages in place, and the write of new keys and values into them.
 //
-// One code path serves a decoding row and a prompt chunk. A *tile* is the query heads of one
-// key/value head for a few consecutive rows of a sequence, M = rows x group of them. Its context
-// is walked in *partitions* of PARTITION tokens, each in *key tiles* of KEYS tokens with an
-// online softmax: scores = Q K^T, weights = 2^(scores - running maximum), acc += weights V, in
+// One code path serves a decoding row and a prompt chunk. A *tile* is a few consecutive rows of a
+// sequence for one or more heads of keys and values, with the `group` of query heads that share
+// each: M = rows x group query vectors a head. Its context is walked in *partitions* of PARTITION
+// tokens, each in *key tiles* of KEYS tokens, in each of them head by head, as the pages lie, with
+// an online softmax: scores = Q K^T, weights = 2^(scores - running maximum), acc += weights V, in
 // float32. Partitions are merged in their order.
 //
 // Tile and partition bounds are multiples of an absolute position, a key outside a row's sight
@@ -23,8 +24,8 @@
 namespace ow {
 
 constexpr int KEYS = 64;
-constexpr int PARTITION = 512;
-constexpr int TILE_ROWS = 96;  // aim for M: a multiple of MR, small enough that a tile stays in L2
+constexpr int PARTITION = 256;
+constexpr int TILE_ROWS = 96;  // query vectors of a tile: a multiple of MR that stays in L2
 constexpr float EMPTY = -std::numeric_limits<float>::infinity();
 constexpr int64_t SERIAL_MACS = 100000;  // less work than this is not worth waking threads
 
@@ -168,10 +169,11 @@ __attribute__((noinline)) void column_block(int rows, int depth, const float* a,
 // ------------------------------------------------------------------------------------ a tile
 
 struct Task {
-  int32_t seq, head;           // head: of keys and values
-  int32_t row, rows;           // rows of the sequence within this step
-  int32_t first, last;         // partitions [first, last)
-  int32_t split;               // index of the split tile it belongs to, or -1
+  int32_t seq;
+  int32_t head, heads;  // of keys and values
+  int32_t row, rows;    // rows of the sequence within this step
+  int32_t first, last;  // partitions [first, last)
+  int32_t split;        // index of the split tile it belongs to, or -1
 };
 
 // Positions [start, end) of a context; those before `first` are out of sight of all rows.
@@ -181,9 +183,9 @@ struct KeyTile {
 
 // Result of one partition (or of several merged): weights are 2^(score - peak).
 struct Partial {
-  float* acc;   // [M][padded]
-  float* peak;  // [M]
-  float* mass;  // [M]
+  float* acc;   // [heads * M][padded]
+  float* peak;  // [heads * M]
+  float* mass;  // [heads * M]
 };
 
 struct Split {
@@ -194,14 +196,15 @@ struct Split {
 
 template <class T>
 struct Scratch {
-  float* query;   // [M][padded], scaled
+  float* query;   // [heads * M][padded], scaled
   float* keys;    // [KEYS / 2W][padded][2W]: transposed, in panels of 2W keys
   float* rows;    // [KEYS][padded]: converted or padded pages
   float* scores;  // [M][KEYS]
   float* decay;   // [M]
   float* zeros;   // [padded]
   const float** row;  // [KEYS]
-  const T** page_row[2];  // [KEYS] each: the keys' places of this key tile and of the next
+  const T** place;    // [KEYS]: of the key tile's keys in the first head
+  const T** next_place;
   Partial part, total;
 };
 
@@ -212,6 +215,7 @@ class Attention {
       : a(args),
         group(args.num_heads / args.pages.num_kv_heads),
         tile_rows(std::max(1, TILE_ROWS / group)),
+        max_heads(args.pages.num_kv_heads),
         padded(round_up(args.pages.head_dim, 2 * W)) {
     constexpr float log2e = 1.44269504088896340736f;
     // Scores are kept in powers of two. With a soft cap that factor comes after the cap.
@@ -220,21 +224,27 @@ class Attention {
   }
 
   bool run() {
-    int64_t macs = 0, num_tiles = 0, num_tasks = 0, num_splits = 0, num_partials = 0;
-    tiles([&](const Task&, int64_t cost) { macs += cost, ++num_tiles; });
-    if (num_tiles == 0) return true;
+    int64_t macs = 0;
+    tiles([&](const Task&, int64_t cost) { macs += cost; });
+    if (macs == 0) return true;
     unsigned threads = a.parallel && macs > SERIAL_MACS ? std::max(1, a.num_threads) : 1;
-    // Only few and long tiles are split: enough tasks to go round is all that is wanted.
     int64_t fair = threads > 1 ? macs / (4 * threads) : std::numeric_limits<int64_t>::max();
+    // Only tiles of more than a fair share are split. Long runs of memory are read faster, so heads
+    // are parted only where there are too few partitions to go round.
     auto splits_up = [&](const Task& t, int64_t cost) {
       return cost > fair && t.last - t.first > 1;
     };
-    tiles([&](const Task& t, int64_t cost) {
-      bool split = splits_up(t, cost);
-      num_tasks += split ? t.last - t.first : 1;
-      num_splits += split;
-      num_partials += split ? t.last - t.first : 0;
-    });
+    int64_t num_tasks, num_splits, num_partials;
+    for (;; max_heads = (max_heads + 1) / 2) {
+      num_tasks = num_splits = num_partials = 0;
+      tiles([&](const Task& t, int64_t cost) {
+        bool split = splits_up(t, cost);
+        num_tasks += split ? t.last - t.first : 1;
+        num_splits += split;
+        num_partials += split ? t.last - t.first : 0;
+      });
+      if (max_heads == 1 || num_tasks >= 4 * threads || threads == 1) break;
+    }
     threads = std::min<int64_t>(threads, num_tasks);
 
     Carver measure{nullptr};
@@ -271,8 +281,16 @@ class Attention {
   }
 
  private:
+  // Keys that will be wanted next: rows[i] + offset.
+  struct Ahead {
+    const T* const* rows;
+    int32_t count;
+    int64_t offset;
+  };
+
   const OwAttention& a;
   const int32_t group, tile_rows;
+  int32_t max_heads;  // of a tile
   const int64_t padded;
   float query_scale, cap;
   Task* tasks = nullptr;
@@ -292,12 +310,16 @@ class Attention {
     for (int s = 0; s < a.num_seqs; ++s) {
       int rows = a.query_start[s + 1] - a.query_start[s];
       int before = a.context_len[s] - rows;
-      for (int head = 0; head < a.pages.num_kv_heads; ++head) {
+      const int together = std::max(
+          1, std::min(max_heads, TILE_ROWS / (group * std::max(1, std::min(rows, tile_rows)))));
+      for (int head = 0; head < a.pages.num_kv_heads; head += together) {
+        const int heads = std::min(together, a.pages.num_kv_heads - head);
         for (int row = 0; row < rows; row += tile_rows) {
           int count = std::min(tile_rows, rows - row);
           int end = before + row + count, start = first_seen(before + row);
-          Task tile{s, head, row, count, start / PARTITION, (end + PARTITION - 1) / PARTITION, -1};
-          f(tile, int64_t(end - start) * count * group * padded * 2);
+          int last = (end + PARTITION - 1) / PARTITION;
+          f(Task{s, head, heads, row, count, start / PARTITION, last, -1},
+            int64_t(end - start) * count * heads * group * padded * 2);
         }
       }
     }
@@ -326,7 +348,8 @@ class Attention {
     s.decay = c.take<float>(max_m());
     s.zeros = c.take<float>(padded);
     s.row = c.take<const float*>(KEYS);
-    for (const T**& rows : s.page_row) rows = c.take<const T*>(KEYS);
+    s.place = c.take<const T*>(KEYS);
+    s.next_place = c.take<const T*>(KEYS);
     for (Partial* p : {&s.part, &s.total}) {
       p->acc = c.take<float>(max_m() * padded);
       p->peak = c.take<float>(max_m());
@@ -347,12 +370,13 @@ class Attention {
       int64_t index = next_task.fetch_add(1);
       if (index >= task_count) return;
       const Task& task = tasks[index];
+      const int vectors = task.heads * task.rows * group;
       load_query(task, s);
       if (task.split < 0) {
-        std::fill_n(s.total.peak, task.rows * group, EMPTY);
+        std::fill_n(s.total.peak, vectors, EMPTY);
         for (int p = task.first; p < task.last; ++p) {
           partition(task, p, s, s.part);
-          merge(s.total, s.part, task.rows * group);
+          merge(s.total, s.part, vectors);
         }
         finish(task, s.total);
         continue;
@@ -361,9 +385,9 @@ class Attention {
       float* own = split.partials + (task.first - split.whole.first) * partial_floats();
       partition(task, task.first, s, partial_at(own));
       if (split.missing.fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
-      std::fill_n(s.total.peak, task.rows * group, EMPTY);
+      std::fill_n(s.total.peak, vectors, EMPTY);
       for (int p = 0; p < split.whole.last - split.whole.first; ++p) {
-        merge(s.total, partial_at(split.partials + p * partial_floats()), task.rows * group);
+        merge(s.total, partial_at(split.partials + p * partial_floats()), vectors);
       }
       finish(task, s.total);
     }
@@ -372,19 +396,21 @@ class Attention {
   void load_query(const Task& t, Scratch<T>& s) const {
     const int64_t first_row = a.query_start[t.seq] + t.row;
     const int dim = a.pages.head_dim;
-    for (int r = 0; r < t.rows; ++r) {
-      for (int g = 0; g < group; ++g) {
-        const T* from = static_cast<const T*>(a.query) +
-                        (t.head * group + g) * a.query_head_stride +
-                        (first_row + r) * a.query_row_stride;
-        float* to = s.query + (int64_t(r) * group + g) * padded;
-        for (int d = 0; d < dim; ++d) to[d] = to_float(from[d]) * query_scale;
-        std::fill(to + dim, to + padded, 0.0f);
+    float* to = s.query;
+    for (int head = t.head; head < t.head + t.heads; ++head) {
+      for (int r = 0; r < t.rows; ++r) {
+        for (int g = 0; g < group; ++g, to += padded) {
+          const T* from = static_cast<const T*>(a.query) +
+                          (head * group + g) * a.query_head_stride +
+                          (first_row + r) * a.query_row_stride;
+          for (int d = 0; d < dim; ++d) to[d] = to_float(from[d]) * query_scale;
+          std::fill(to + dim, to + padded, 0.0f);
+        }
       }
     }
   }
 
-  // Points rows[i] at the key of position start + i, up to `end`.
+  // Points rows[i] at the tile's first head's key of position start + i, up to `end`.
   void locate(const Task& t, int start, int end, const T** rows) const {
     const OwPages& p = a.pages;
     const int32_t* table = a.block_tables + t.seq * a.table_stride;
@@ -423,9 +449,9 @@ class Attention {
   }
 
   // Lays `count` rows (a multiple of 2W) out as panels of 2W keys, dimension by dimension.
-  void transpose_keys(int count, int num_next, Scratch<T>& s) const {
+  void transpose_keys(int count, Scratch<T>& s, Ahead ahead) const {
     for (int k = 0; k < count; k += W) {
-      prefetch(s.page_row[1] + k, std::min(W, num_next - k), 0);
+      prefetch(ahead.rows + k, std::min(W, ahead.count - k), ahead.offset);
       float* panel = s.keys + (k / (2 * W)) * padded * 2 * W + k % (2 * W);
       for (int64_t d = 0; d < padded; d += W) {
         vf x[W];
@@ -444,33 +470,43 @@ class Attention {
     const int seen_from = first_seen(before + t.row), seen_to = before + t.row + t.rows;
     const int from = std::max(index * PARTITION, seen_from / KEYS * KEYS);
     const int to = std::min((index + 1) * PARTITION, seen_to);
-    std::fill_n(out.peak, m, EMPTY);
-    std::fill_n(out.mass, m, 0.0f);
-    std::fill_n(out.acc, m * padded, 0.0f);
+    std::fill_n(out.peak, t.heads * m, EMPTY);
+    std::fill_n(out.mass, t.heads * m, 0.0f);
+    std::fill_n(out.acc, t.heads * m * padded, 0.0f);
     // Keys before the window may be in pages that were given back: never read them.
     KeyTile tile{from, std::max(from, seen_from), std::min(from + KEYS, to)};
-    if (from < to) locate(t, tile.first, tile.end, s.page_row[0]);
+    locate(t, tile.first, tile.end, s.place);
     while (tile.start < to) {
       const int start = tile.start + KEYS;
       const KeyTile next{start, start, std::min(start + KEYS, to)};
-      locate(t, next.first, next.end, s.page_row[1]);
-      key_tile(t, before + t.row, tile, std::max(0, next.end - next.start), s, out);
-      std::swap(s.page_row[0], s.page_row[1]);
+      locate(t, next.first, next.end, s.next_place);
+      for (int h = 0; h < t.heads; ++h) {
+        const Ahead ahead =
+            h + 1 < t.heads
+                ? Ahead{s.place, tile.end - tile.first, (h + 1) * a.pages.head_stride}
+                : Ahead{s.next_place, std::max(0, next.end - next.start), 0};
+        const Partial head{out.acc + h * m * padded, out.peak + h * m, out.mass + h * m};
+        key_tile(t, h, before + t.row, tile, ahead, s, head);
+      }
+      std::swap(s.place, s.next_place);
       tile = next;
     }
   }
 
-  void key_tile(const Task& t, int position, KeyTile tile, int num_next, Scratch<T>& s,
+  // One key tile of the h-th head; `position` is that of the tile's first row.
+  void key_tile(const Task& t, int h, int position, KeyTile tile, Ahead ahead, Scratch<T>& s,
                 Partial out) const {
     const int m = t.rows * group, width = tile.end - tile.start;
     const int columns = round_up(width, 2 * W);
     const int64_t to_values =
         static_cast<const T*>(a.pages.values) - static_cast<const T*>(a.pages.keys);
-    load_tile(tile, 0, columns, s);
-    transpose_keys(columns, num_next, s);
+    const int64_t to_head = h * a.pages.head_stride;
+    load_tile(tile, to_head, columns, s);
+    transpose_keys(columns, s, ahead);
+    const float* query = s.query + h * m * padded;
     for (int c = 0; c < columns; c += 2 * W) {
-      column_block<false>(m, padded, s.query, padded, Panel{s.keys + c * padded}, s.scores + c,
-                          KEYS, s.decay);
+      column_block<false>(m, padded, query, padded, Panel{s.keys + c * padded}, s.scores + c, KEYS,
+                          s.decay);
     }
     for (int r = 0; r < t.rows; ++r) {
       const int sees_to = std::min(width, position + r + 1 - tile.start);
@@ -481,22 +517,22 @@ class Attention {
                                out.mass[row]);
       }
     }
-    load_tile(tile, to_values, columns, s);
+    load_tile(tile, to_head + to_values, columns, s);
     const int step = (2 * W * KEYS + padded - 1) / padded;
     for (int64_t d = 0; d < padded; d += 2 * W) {
       const int k = d / (2 * W) * step;
-      prefetch(s.page_row[1] + k, std::min(step, num_next - k), to_values);
+      prefetch(ahead.rows + k, std::min(step, ahead.count - k), ahead.offset + to_values);
       column_block<true>(m, width, s.scores, KEYS, Scattered{s.row, d}, out.acc + d, padded,
                          s.decay);
     }
   }
 
   // Points s.row at the tile's rows as float32; what is out of sight, up to `columns`, is zeros.
-  void load_tile(KeyTile tile, int64_t from_keys, int columns, Scratch<T>& s) const {
+  void load_tile(KeyTile tile, int64_t offset, int columns, Scratch<T>& s) const {
     const int skip = tile.first - tile.start;
     std::fill_n(s.row, skip, s.zeros);
     for (int k = 0; k < tile.end - tile.first; ++k) {
-      s.row[skip + k] = float_row(s.page_row[0][k] + from_keys, s.rows + k * padded);
+      s.row[skip + k] = float_row(s.place[k] + offset, s.rows + k * padded);
     }
     std::fill(s.row + (tile.end - tile.start), s.row + columns, s.zeros);
   }
@@ -569,12 +605,14 @@ class Attention {
   void finish(const Task& t, const Partial& result) const {
     const int64_t first_row = a.query_start[t.seq] + t.row;
     const int dim = a.pages.head_dim;
-    for (int r = 0; r < t.rows; ++r) {
-      T* to = static_cast<T*>(a.out) + ((first_row + r) * a.num_heads + t.head * group) * dim;
-      for (int g = 0; g < group; ++g, to += dim) {
-        const int row = r * group + g;
-        const float scale = 1.0f / result.mass[row];
-        for (int d = 0; d < dim; ++d) from_float(result.acc[row * padded + d] * scale, to + d);
+    int64_t row = 0;
+    for (int head = t.head; head < t.head + t.heads; ++head) {
+      for (int r = 0; r < t.rows; ++r) {
+        T* to = static_cast<T*>(a.out) + ((first_row + r) * a.num_heads + head * group) * dim;
+        for (int g = 0; g < group; ++g, ++row, to += dim) {
+          const float scale = 1.0f / result.mass[row];
+          for (int d = 0; d < dim; ++d) from_float(result.acc[row * padded + d] * scale, to + d);
+        }
       }
     }
   }
