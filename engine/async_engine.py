@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 ProgressFn = Callable[[str, float], None]
 # How often an idle engine checks its conservation laws: the check walks every block.
 IDLE_CHECK_SECONDS = 60.0
+# A hung disk wakes nobody: while saves are under way their deadlines are looked at this often.
+OFFLOAD_POLL_SECONDS = 1.0
 # A flush at shutdown waits this long for a slow disk, then gives up what is not yet stored.
 CLOSE_FLUSH_SECONDS = 30.0
 
@@ -360,12 +362,14 @@ class AsyncEngine:
             self._drained.set()
 
     async def _sleep(self) -> None:
-        """Until somebody calls, a transfer ends, or a load's deadline passes. No polling."""
+        """Until somebody calls, a transfer ends or a deadline passes; idle, there is none."""
         if not self._core.num_live:
             self._check_when_idle()
+        timeouts = [] if self._core.offload.idle() else [OFFLOAD_POLL_SECONDS]
         deadline = self._core.next_deadline()
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        await _wait(self._wake, timeout)
+        if deadline is not None:
+            timeouts.append(max(0.0, deadline - time.monotonic()))
+        await _wait(self._wake, min(timeouts, default=None))
 
     def _check_when_idle(self) -> None:
         now = time.monotonic()

@@ -115,7 +115,6 @@ class KVCacheManager:
                 self.loads.start(request, index, hit.key, meta, block_id, hit.source)
             else:
                 self.loads.join(request, index, hit.key)
-        self.offload.touch([hit.key for hit in hits if hit.source == DEVICE])
         while len(table) < self.num_blocks_for(request.num_tokens):
             table.append(self.pool.allocate())
         request.num_committed_blocks = request.num_hit_blocks = len(hits)
@@ -164,6 +163,12 @@ class KVCacheManager:
             key, meta = self._key(request, index), self._meta(request, index)
             if self.pool.register(key, meta, table[index]) and self._stores(request, index):
                 self.offload.offer(key, meta, table[index])
+
+    def touch(self, request: Request) -> None:
+        """Make the committed chain recent in every tier, its root most of all."""
+        count = request.num_committed_blocks
+        hashes = request.block_hashes[:count]
+        self.offload.touch([BlockKey(value, self.group.index) for value in hashes])
 
     def release(self, request: Request) -> None:
         """Give back every block, tails first, so that heads outlive them in the prefix map."""

@@ -59,15 +59,18 @@ class ModelRunner:
     def execute(self, step: StepInput) -> StepOutput:
         """Copies always happen; a failing pass is returned as `StepOutput.error`."""
         self._copy_out(step.copies_out)
+        started = time.perf_counter()
         self._copy_in(step.copies_in)
+        copied = time.perf_counter() - started
         if not step.sequences:
-            return StepOutput()
+            return StepOutput(copy_in_seconds=copied)
         started = time.perf_counter()
         try:
             output = self._forward(step.sequences)
         except Exception as error:  # whatever a model raises ends these requests, not the engine
-            return StepOutput(error=error, seconds=time.perf_counter() - started)
-        return dataclasses.replace(output, seconds=time.perf_counter() - started)
+            output = StepOutput(error=error)
+        seconds = time.perf_counter() - started
+        return dataclasses.replace(output, seconds=seconds, copy_in_seconds=copied)
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[SequenceInput]) -> StepOutput:

@@ -91,6 +91,7 @@ class Scheduler:
         if request.state is RequestState.FINISHED:
             return
         self.kv.commit(request)
+        self.kv.touch(request)
         self._leave_queue(request)
         self.kv.release(request)
         request.state = RequestState.FINISHED
@@ -228,6 +229,7 @@ class Scheduler:
             return False
         self._leave_queue(request)
         self.kv.admit(request, chosen)
+        self.kv.touch(request)
         self._num_admissions += 1
         if not request.admitted_once:
             self._note_sources(request, hits, chosen)

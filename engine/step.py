@@ -46,4 +46,5 @@ class StepOutput:
     draws: Sequence[Sequence[Sampled | Unsampled]] = ()
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     seconds: float = field(default=0.0)  # of the pass alone, without copies
+    copy_in_seconds: float = 0.0  # of all copies in
     error: Exception | None = None  # the pass failed; the copies had been made
