@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 SOURCE_DIR = Path(__file__).parent
 SOURCE = "paged_attention.cpp"
-HEADERS = ("simd.h",)
+HEADERS = ("abi.h", "matmul.h", "simd.h")
 DIGEST_BYTES = hashlib.sha256().digest_size
 COMPILE_SECONDS = 180.0
 

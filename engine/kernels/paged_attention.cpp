@@ -14,11 +14,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <type_traits>
 
+#include "abi.h"
+#include "matmul.h"
 #include "simd.h"
 
 namespace ow {
@@ -28,46 +29,6 @@ constexpr int PARTITION = 256;
 constexpr int TILE_ROWS = 96;  // query vectors of a tile: a multiple of MR that stays in L2
 constexpr float EMPTY = -std::numeric_limits<float>::infinity();
 constexpr int64_t SERIAL_MACS = 100000;  // less work than this is not worth waking threads
-
-enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-// Runs a function on up to `num_threads` threads, the caller's among them: libgomp's GOMP_parallel.
-typedef void (*Parallel)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
-
-extern "C" {
-
-// Strides count elements. All pages and rows are contiguous along their last dimension.
-struct OwPages {
-  void* keys;  // [block, head, token, dim]
-  void* values;
-  int64_t block_stride, head_stride, token_stride;
-  int32_t num_kv_heads, head_dim, block_size, dtype;
-};
-
-struct OwAttention {
-  OwPages pages;
-  const void* query;  // [head, row, dim]
-  void* out;          // [row, head, dim], contiguous
-  int64_t query_head_stride, query_row_stride;
-  const int32_t* query_start;   // [num_seqs + 1]
-  const int32_t* context_len;   // [num_seqs]
-  const int32_t* block_tables;  // [num_seqs, table_stride]
-  int64_t table_stride;
-  int32_t num_seqs, num_heads;
-  int32_t window;  // 0: none
-  int32_t num_threads;
-  float scale, softcap;  // softcap 0: none
-  Parallel parallel;     // null: the calling thread alone
-};
-
-struct OwWrite {
-  OwPages pages;
-  const void *key, *value;  // [head, row, dim]
-  int64_t key_head_stride, key_row_stride, value_head_stride, value_row_stride;
-  const int64_t* slots;  // [num_rows]
-  int64_t num_rows;
-};
-}
 
 namespace {
 
@@ -101,70 +62,6 @@ struct Carver {
     return piece;
   }
 };
-
-// ------------------------------------------------------------------------------- register blocks
-
-// The right-hand matrix of a block: rows of a panel, or rows wherever they lie.
-struct Panel {
-  const float* base;
-  const float* operator()(int k) const { return base + k * 2 * W; }
-};
-struct Scattered {
-  const float* const* rows;
-  int64_t offset;
-  const float* operator()(int k) const { return rows[k] + offset; }
-};
-
-// c[m][0..2W) = init + sum over k of a[m][k] * b(k)[0..2W), for M rows.
-template <int M, bool Accumulate, class Rows>
-inline void block(int depth, const float* a, int64_t lda, Rows b, float* c, int64_t ldc,
-                  const float* decay) {
-  vf acc[M][2];
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) {
-    if constexpr (Accumulate) {
-      acc[m][0] = load(c + m * ldc) * decay[m];
-      acc[m][1] = load(c + m * ldc + W) * decay[m];
-    } else {
-      acc[m][0] = acc[m][1] = vf{};
-    }
-  }
-  for (int k = 0; k < depth; ++k) {
-    const float* row = b(k);
-    vf b0 = load(row), b1 = load(row + W);
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      vf x = splat(a[m * lda + k]);
-      acc[m][0] += x * b0;
-      acc[m][1] += x * b1;
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < M; ++m) {
-    store(c + m * ldc, acc[m][0]);
-    store(c + m * ldc + W, acc[m][1]);
-  }
-}
-
-template <int M, bool Accumulate, class Rows>
-inline void blocks_up_to(int rows, int depth, const float* a, int64_t lda, Rows b, float* c,
-                         int64_t ldc, const float* decay) {
-  if (rows == M) {
-    block<M, Accumulate>(depth, a, lda, b, c, ldc, decay);
-  } else if constexpr (M > 1) {
-    blocks_up_to<M - 1, Accumulate>(rows, depth, a, lda, b, c, ldc, decay);
-  }
-}
-
-// Out of line and free of the pages' type, so that it is compiled once.
-template <bool Accumulate, class Rows>
-__attribute__((noinline)) void column_block(int rows, int depth, const float* a, int64_t lda,
-                                            Rows b, float* c, int64_t ldc, const float* decay) {
-  for (int m = 0; m < rows; m += MR) {
-    blocks_up_to<MR, Accumulate>(std::min(MR, rows - m), depth, a + m * lda, lda, b, c + m * ldc,
-                                 ldc, decay + m);
-  }
-}
 
 // ------------------------------------------------------------------------------------ a tile
 

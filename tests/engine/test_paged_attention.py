@@ -191,6 +191,16 @@ def test_slots_beyond_the_context_and_before_the_window_do_not_leak(kernels: Ker
         torch.testing.assert_close(result.double(), dense(filled), atol=5e-6, rtol=5e-6)
 
 
+def test_a_huge_value_out_of_sight_weighs_exactly_nothing(kernels: Kernels) -> None:
+    filled = fill(Case(((4, 20),)))
+    before = run(kernels, filled)
+    last = int(filled.batch.slot_mapping[-1])
+    filled.batch.kv.value(LAYER)[last // 16, :, last % 16] = 3e38
+    after = run(kernels, filled)
+    assert torch.equal(after[0, :3], before[0, :3])
+    assert not torch.equal(after[0, 3], before[0, 3])
+
+
 # ------------------------------------------------------------------ the same bits, whatever else
 
 

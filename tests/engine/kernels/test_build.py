@@ -70,7 +70,7 @@ def test_flags_source_and_compiler_are_in_the_key(
         with (tmp_path / name).open("a") as source:
             source.write("// changed\n")
         paths.add(build_library(tmp_path, "portable"))
-    assert len(paths) == fake.runs == 6
+    assert len(paths) == fake.runs == 8
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])

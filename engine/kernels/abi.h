@@ -1,0 +1,48 @@
+// What the Python side passes, field by field: `native.py` holds the same structures.
+#pragma once
+
+#include <cstdint>
+
+namespace ow {
+
+enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+// Runs a function on up to `num_threads` threads, the caller's among them: libgomp's GOMP_parallel.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
+
+extern "C" {
+
+// Strides count elements. All pages and rows are contiguous along their last dimension.
+struct OwPages {
+  void* keys;  // [block, head, token, dim]
+  void* values;
+  int64_t block_stride, head_stride, token_stride;
+  int32_t num_kv_heads, head_dim, block_size, dtype;
+};
+
+struct OwAttention {
+  OwPages pages;
+  const void* query;  // [head, row, dim]
+  void* out;          // [row, head, dim], contiguous
+  int64_t query_head_stride, query_row_stride;
+  const int32_t* query_start;   // [num_seqs + 1]
+  const int32_t* context_len;   // [num_seqs]
+  const int32_t* block_tables;  // [num_seqs, table_stride]
+  int64_t table_stride;
+  int32_t num_seqs, num_heads;
+  int32_t window;  // 0: none
+  int32_t num_threads;
+  float scale, softcap;  // softcap 0: none
+  Parallel parallel;     // null: the calling thread alone
+};
+
+struct OwWrite {
+  OwPages pages;
+  const void *key, *value;  // [head, row, dim]
+  int64_t key_head_stride, key_row_stride, value_head_stride, value_row_stride;
+  const int64_t* slots;  // [num_rows]
+  int64_t num_rows;
+};
+}
+
+}  // namespace ow
