@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.block_hash import kv_fingerprint
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.drafter import GuardedDrafter, load_drafter
+from engine.drafter import GuardedDrafter, build_drafter, find_drafter_class
 from engine.errors import StartupError
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_layout import KVLayout
@@ -95,6 +95,7 @@ def _assemble_on_torch_thread(
     config: EngineConfig, progress: ProgressFn, torch_thread: ThreadPoolExecutor
 ) -> EngineParts:
     progress("starting", 0.0)
+    drafter_class = find_drafter_class(config.speculative)  # before the model: it may be refused
     import torch  # the heaviest import; it belongs to this thread like everything torch does
 
     from engine import attention
@@ -131,10 +132,15 @@ def _assemble_on_torch_thread(
     )
     progress("opening KV tiers", 0.0)
     wake = Wake()
-    drafter = load_drafter(
-        config.speculative, vocab_size=info.vocab_size, max_tokens=config.speculative_tokens
-    )
-    guarded = None if drafter is None else GuardedDrafter(drafter, vocab_size=info.vocab_size)
+    guarded = None
+    if drafter_class is not None:
+        drafter = build_drafter(
+            config.speculative,
+            drafter_class,
+            vocab_size=info.vocab_size,
+            max_tokens=config.speculative_tokens,
+        )
+        guarded = GuardedDrafter(drafter, vocab_size=info.vocab_size)
     tiers = _open_tiers(config, fingerprint, layout.block_bytes)
     offload = OffloadManager(tiers, block_bytes=layout.block_bytes, wake=wake)
     kv = KVCacheManager(

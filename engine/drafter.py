@@ -1,6 +1,6 @@
 """Drafters guess tokens; the engine verifies them, so a drafter can cost time but never truth.
 
-`load_drafter` finds the class a user named. `GuardedDrafter` stands between it and the planner and
+`find_drafter_class` finds what a user named, `build_drafter` makes one. `GuardedDrafter` stands between it and the planner and
 turns everything a drafter can do wrong into a counter and a step without drafts.
 """
 
@@ -58,10 +58,10 @@ class Drafter(Protocol):
         ...
 
 
-def load_drafter(spec: str, *, vocab_size: int, max_tokens: int) -> Drafter | None:
-    """The drafter that `--speculative` names, None for "off".
+def find_drafter_class(spec: str) -> type | None:
+    """The class that `--speculative` names, None for "off"; needs no model, so it comes first.
 
-    Raises StartupError, naming cause and mend, for whatever keeps it from being built.
+    Raises StartupError, naming cause and mend, for whatever keeps it from being one.
     """
     if spec == "off":
         return None
@@ -92,12 +92,17 @@ def load_drafter(spec: str, *, vocab_size: int, max_tokens: int) -> Drafter | No
             raise StartupError(
                 f"--speculative {spec}: {class_name} needs a plain (not async) method {method}"
             )
+    return drafter_class
+
+
+def build_drafter(spec: str, drafter_class: type, *, vocab_size: int, max_tokens: int) -> Drafter:
+    """An instance of what `find_drafter_class(spec)` found. Raises StartupError if that fails."""
     build: Any = drafter_class
     try:
         drafter: Drafter = build(vocab_size=vocab_size, max_tokens=max_tokens)
     except (Exception, SystemExit) as error:
         raise StartupError(
-            f"--speculative {spec}: {class_name}(vocab_size={vocab_size}, max_tokens={max_tokens}) "
+            f"--speculative {spec}: {drafter_class.__name__}(vocab_size={vocab_size}, max_tokens={max_tokens}) "
             f"failed with {_one_line(error)}; mend the class or choose 'off'"
         ) from error
     return drafter

@@ -5,13 +5,8 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -23,56 +18,8 @@ from api.cli.options import ServeOptions
 from api.cli.serve import announce, default_model, engine_config, server_settings
 from api.cli.server import listen
 from engine.config import EngineConfig
+from tests.api.command import PATIENCE, Command
 from tests.tiny_models import make_tiny_model
-
-PATIENCE = 180.0  # seconds
-READY = re.compile(r"Ready at (http://\S+)")
-
-
-class Command:
-    """`overwinter serve` in a process of its own; its stderr is read as it comes."""
-
-    def __init__(self, *arguments):
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("OVERWINTER_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "api", "serve", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        self.lines = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self):
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-
-    def ready(self):
-        """The URL, once the server says that it is ready."""
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline and self.process.poll() is None:
-            for line in list(self.lines):
-                if found := READY.search(line):
-                    return found[1]
-            time.sleep(0.02)
-        raise AssertionError("\n".join(self.lines))
-
-    def wait(self):
-        code = self.process.wait(PATIENCE)
-        self._reader.join()
-        return code
-
-    def stop(self, number=signal.SIGTERM):
-        self.process.send_signal(number)
-        return self.wait()
-
-    def close(self):
-        self.process.kill()
-        self.wait()
-        self.process.stdout.close()
-        self.process.stderr.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from engine import drafter as drafter_module
-from engine.drafter import DraftContext, Drafter, GuardedDrafter, load_drafter
+from engine.drafter import (
+    DraftContext,
+    Drafter,
+    GuardedDrafter,
+    build_drafter,
+    find_drafter_class,
+)
 from engine.errors import StartupError
 from tests import drafters
 
@@ -68,12 +74,18 @@ async def drained(guard: GuardedDrafter) -> None:
 # --- loading
 
 
+def load(spec):
+    """As the engine does it: the class before the model, the drafter after."""
+    drafter_class = find_drafter_class(spec)
+    return drafter_class and build_drafter(spec, drafter_class, vocab_size=5, max_tokens=2)
+
+
 def test_off_is_no_drafter():
-    assert load_drafter("off", vocab_size=5, max_tokens=2) is None
+    assert find_drafter_class("off") is None
 
 
 def test_a_class_is_built_with_both_sizes():
-    drafter = load_drafter("tests.drafters:OracleDrafter", vocab_size=5, max_tokens=2)
+    drafter = load("tests.drafters:OracleDrafter")
     assert isinstance(drafter, drafters.OracleDrafter)
     assert (drafter.vocab_size, drafter.max_tokens) == (5, 2)
 
@@ -130,7 +142,7 @@ def test_every_failure_is_one_line_with_cause_and_mend(spec, message, tmp_path, 
     (tmp_path / "an_exiting_drafter.py").write_text("raise SystemExit(1)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(StartupError, match=message) as caught:
-        load_drafter(spec, vocab_size=5, max_tokens=2)
+        load(spec)
     assert "\n" not in str(caught.value)
     sys.modules.pop("a_drafter", None)
 
