@@ -1,7 +1,8 @@
 """Drafters guess tokens; the engine verifies them, so a drafter can cost time but never truth.
 
-`find_drafter_class` finds what a user named, `build_drafter` makes one. `GuardedDrafter` stands between it and the planner and
-turns everything a drafter can do wrong into a counter and a step without drafts.
+`find_drafter_class` finds what a user named, `build_drafter` makes one. `GuardedDrafter` stands
+between it and the planner and turns everything a drafter can do wrong into a counter and a step
+without drafts.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def build_drafter(spec: str, drafter_class: type, *, vocab_size: int, max_tokens
         drafter: Drafter = build(vocab_size=vocab_size, max_tokens=max_tokens)
     except (Exception, SystemExit) as error:
         raise StartupError(
-            f"--speculative {spec}: {drafter_class.__name__}(vocab_size={vocab_size}, max_tokens={max_tokens}) "
-            f"failed with {_one_line(error)}; mend the class or choose 'off'"
+            f"--speculative {spec}: {drafter_class.__name__}(vocab_size={vocab_size}, "
+            f"max_tokens={max_tokens}) failed with {_one_line(error)}; mend the class or choose 'off'"
         ) from error
     return drafter
 
