@@ -102,9 +102,10 @@ def build_drafter(spec: str, drafter_class: type, *, vocab_size: int, max_tokens
     try:
         drafter: Drafter = build(vocab_size=vocab_size, max_tokens=max_tokens)
     except (Exception, SystemExit) as error:
+        call = f"{drafter_class.__name__}(vocab_size={vocab_size}, max_tokens={max_tokens})"
         raise StartupError(
-            f"--speculative {spec}: {drafter_class.__name__}(vocab_size={vocab_size}, "
-            f"max_tokens={max_tokens}) failed with {_one_line(error)}; mend the class or choose 'off'"
+            f"--speculative {spec}: {call} failed with {_one_line(error)}; mend the class or "
+            "choose 'off'"
         ) from error
     return drafter
 
