@@ -115,6 +115,7 @@ class KVCacheManager:
                 self.loads.start(request, index, hit.key, meta, block_id, hit.source)
             else:
                 self.loads.join(request, index, hit.key)
+        self.offload.start_loads()
         while len(table) < self.num_blocks_for(request.num_tokens):
             table.append(self.pool.allocate())
         request.num_committed_blocks = request.num_hit_blocks = len(hits)

@@ -80,7 +80,11 @@ class LoadTable:
         self._next_ticket = 0
 
     def begin(self, lane: Lane, key: BlockKey, block_id: int) -> int:
-        """A ticket for a load of a block that the tier holds. KeyError if it does not."""
+        """A ticket for a load of a block that the tier holds. KeyError if it does not.
+
+        Nothing is read yet: the promotion of one block may evict another that the same prefix is
+        about to be loaded from, so all of them are pinned first.
+        """
         entry = lane.tier.pin(key)
         self._next_ticket += 1
         phase = Phase.READY if lane.in_memory else Phase.WAITING
@@ -92,7 +96,7 @@ class LoadTable:
         else:
             lane.rate.begin(time.monotonic())
             self._waiting[load.ticket] = load
-            self.start()
+            self._wake()
         return load.ticket
 
     def start(self) -> None:

@@ -2,8 +2,9 @@
 
     offer, withdraw    what the device holds               poll          one round of copies
     lookup, touch      which tier holds a block            copied_out,   the round was executed
-    load, cancel       bring one back                      copied_in
-    flush, reset, close                                    check         the conservation laws
+    load, start_loads  bring some back                     copied_in
+    cancel             think better of it                  check         the conservation laws
+    flush, reset, close
 
 Everything is called by one task, the planner, and nothing blocks: disk work runs on daemon threads
 and its results are taken in `poll`. The manager calls `wake` whenever a `poll` would have news,
@@ -130,13 +131,18 @@ class OffloadManager:
     def load(self, key: BlockKey, block_id: int, tier: str | None = None) -> int:
         """Bring a block into a device block; the ticket that `poll` will name.
 
-        The stored block cannot be evicted until then. KeyError if no tier, or not the one asked
-        for, holds it.
+        The stored block cannot be evicted until then, so whoever loads several that `lookup` found
+        asks for all of them before `start_loads`. KeyError if no tier, or not the one asked for,
+        holds it.
         """
         name = tier or self.lookup(key)
         if name is None:
             raise KeyError(f"no tier holds {key.block_hash.hex()}.{key.group}")
         return self._loads.begin(self._lane(name), key, block_id)
+
+    def start_loads(self) -> None:
+        """Begin to read what `load` asked for, now and not with the next `poll`."""
+        self._loads.start()
 
     def cancel(self, ticket: int) -> None:
         """Abandon a load: no copy of it will be handed out, nor its failure reported. A copy
