@@ -399,7 +399,6 @@ class AsyncEngine:
 
     async def cache_flush(self) -> dict[str, Any]:
         """Bring every committed block into every tier, synced: `{saved: {...}, failed: {...}}`."""
-        self._core.kv.offer_resident()
         return await self._core.offload.flush(self._round)
 
     async def cache_reset(self, tiers: Sequence[str] | None = None) -> dict[str, int]:

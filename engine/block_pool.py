@@ -10,9 +10,9 @@ Every block is in exactly one of three sets:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from offload.tier import BlockKey, BlockMeta
+from offload.tier import BlockKey
 
 
 class BlockPool:
@@ -30,7 +30,6 @@ class BlockPool:
         self.num_evicted = 0
         self._ref_counts = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
-        self._metas: dict[BlockKey, BlockMeta] = {}
         self._cached: dict[BlockKey, int] = {}
         # Unreferenced blocks, next victim first: meaningless ones in front, then by recency.
         self._unreferenced: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -79,7 +78,7 @@ class BlockPool:
             if self._keys[block_id] is None:
                 self._unreferenced.move_to_end(block_id, last=False)
 
-    def register(self, key: BlockKey, meta: BlockMeta, block_id: int) -> bool:
+    def register(self, key: BlockKey, block_id: int) -> bool:
         """Make a referenced block's content findable; False if the prefix map has the key."""
         if self._ref_counts[block_id] < 1:
             raise AssertionError(f"KV block {block_id} registered while nobody references it")
@@ -87,14 +86,8 @@ class BlockPool:
             return False
         self._cached[key] = block_id
         self._keys[block_id] = key
-        self._metas[key] = meta
         self.num_registered += 1
         return True
-
-    def resident(self) -> Iterable[tuple[BlockKey, BlockMeta, int]]:
-        """Every block of the prefix map."""
-        for key, block_id in self._cached.items():
-            yield key, self._metas[key], block_id
 
     def reset(self) -> int:
         """Empty the prefix map; referenced blocks stay with their owners. Returns its size."""
@@ -109,7 +102,6 @@ class BlockPool:
             return False
         self._keys[block_id] = None
         del self._cached[key]
-        del self._metas[key]
         self._on_evict(key)
         return True
 
@@ -121,7 +113,6 @@ class BlockPool:
         for key, block_id in self._cached.items():
             assert self._keys[block_id] == key, f"block {block_id} lost its key"
         assert sum(key is not None for key in self._keys) == len(self._cached)
-        assert self._metas.keys() == self._cached.keys()
 
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]

@@ -161,9 +161,9 @@ class KVCacheManager:
             request.num_committed_blocks = index + 1
             if index < request.first_cacheable_block:
                 continue
-            key, meta = self._key(request, index), self._meta(request, index)
-            if self.pool.register(key, meta, table[index]) and self._stores(request, index):
-                self.offload.offer(key, meta, table[index])
+            key = self._key(request, index)
+            if self.pool.register(key, table[index]) and self._stores(request, index):
+                self.offload.offer(key, self._meta(request, index), table[index])
 
     def touch(self, request: Request) -> None:
         """Make the committed chain recent in every tier, its root most of all."""
@@ -194,11 +194,6 @@ class KVCacheManager:
             request.first_cacheable_block = self.num_blocks_for(touched)
         self.loads.reset()
         return self.pool.reset()
-
-    def offer_resident(self) -> None:
-        """Offer every block of the prefix map to the tiers again (idempotent)."""
-        for key, meta, block_id in list(self.pool.resident()):
-            self.offload.offer(key, meta, block_id)
 
     def check(self, live: Iterable[Request]) -> None:
         """Conservation laws: every reference belongs to a table or a load."""

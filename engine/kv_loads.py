@@ -69,8 +69,8 @@ class KVLoads:
     def loaded(self, ticket: int) -> list[Request]:
         """The bytes are in place and verified: publish the block; returns who waited for it."""
         load = self._remove(ticket)
-        if load.publish:
-            self._pool.register(load.key, load.meta, load.block_id)
+        if load.publish and self._pool.register(load.key, load.block_id):
+            self._offload.hold(load.key, load.meta, load.block_id)
         self._pool.release(load.block_id)
         for request in load.waiters:
             del request.pending_loads[ticket]

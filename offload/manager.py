@@ -1,9 +1,9 @@
 """The tiers below the device as one: what to save, what may be loaded, what to copy when.
 
-    offer, withdraw    what the device holds               poll          one round of copies
-    lookup, touch      which tier holds a block            copied_out,   the round was executed
-    load, start_loads  bring some back                     copied_in
-    cancel             think better of it                  check         the conservation laws
+    offer, hold, withdraw    what the device holds         poll          one round of copies
+    lookup, touch            which tier holds a block      copied_out,   the round was executed
+    load, start_loads        bring blocks back             copied_in
+    cancel                   think better of it            check         the conservation laws
     flush, reset, close
 
 Everything is called by one task, the planner, and nothing blocks: disk work runs on daemon threads
@@ -109,6 +109,11 @@ class OffloadManager:
         or held by a memory tier.
         """
         self._saves.offer(key, meta, block_id)
+
+    def hold(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
+        """A block loaded from a tier lies in a device block: not offered, for it is no news, but
+        once the tiers have lost it a `flush` finds it here."""
+        self._saves.hold(key, meta, block_id)
 
     def withdraw(self, key: BlockKey) -> None:
         """The device copy goes. Copies handed out already are unaffected; saves still pending

@@ -93,10 +93,13 @@ class SaveQueue:
     # -- what the device holds
 
     def offer(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
-        self._resident[key] = (meta, block_id)
+        self.hold(key, meta, block_id)
         for lane in self._lanes:
             lane.barred.discard(key)
             self._want(lane, key)
+
+    def hold(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
+        self._resident[key] = (meta, block_id)
 
     def withdraw(self, key: BlockKey) -> None:
         if self._resident.pop(key, None) is None:

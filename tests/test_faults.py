@@ -263,6 +263,37 @@ async def test_prompt_only_offload_keeps_generated_blocks_on_the_device(
         assert engine.stats().tiers["disk"].blocks == len(PROMPT) // BLOCK_SIZE
         replay = await ask(engine, [*PROMPT, *answer.token_ids, 9], greedy(1))
         assert replay.cached.device == 60  # 41 + 20 - 1
+        await engine.cache_flush()
+        assert engine.stats().tiers["disk"].blocks == len(PROMPT) // BLOCK_SIZE
+
+
+async def test_a_flush_does_not_bring_back_what_a_reset_of_the_disk_dropped(
+    tiny_llama: Path, kernel_cache: Path, tmp_path: Path
+) -> None:
+    async with engine_with_disk(tiny_llama, kernel_cache, tmp_path / "kv") as engine:
+        await ask(engine, PROMPT)
+        await saves_done(engine)
+        assert (await engine.cache_reset(["disk"]))["disk"] > 0
+        await engine.cache_flush()
+        assert (await ask(engine, PROMPT)).cached.device == 40  # that tier was not reset
+    async with engine_with_disk(tiny_llama, kernel_cache, tmp_path / "kv") as engine:
+        assert (await ask(engine, PROMPT)).cached.total == 0
+
+
+async def test_a_flush_saves_a_loaded_block_that_the_tiers_have_lost(
+    tiny_llama: Path, kernel_cache: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "kv"
+    async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
+        await ask(engine, PROMPT, greedy(1))
+        await evict_device(engine)
+        assert (await ask(engine, PROMPT, greedy(1))).cached.disk == 40
+        tier = engine._core.offload._lane("disk").tier
+        for key in tier.present():
+            entry = tier.pin(key)
+            tier.unpin(entry)
+            tier.forget(entry)
+        assert (await engine.cache_flush())["saved"]["disk"] >= 10
 
 
 async def test_random_churn_with_failing_tiers_stays_right(

@@ -5,14 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
-from offload.tier import BlockHash, BlockKey, BlockMeta
+from offload.tier import BlockHash, BlockKey
 
 
 def key(number: int) -> BlockKey:
     return BlockKey(BlockHash(number.to_bytes(32, "big")), 0)
-
-
-META = BlockMeta(BlockHash(bytes(32)), (1, 2, 3, 4))
 
 
 @pytest.fixture
@@ -26,7 +23,7 @@ def make_pool(num_blocks: int, evicted: list[BlockKey]) -> BlockPool:
 
 def cached_block(pool: BlockPool, number: int) -> int:
     block_id = pool.allocate()
-    assert pool.register(key(number), META, block_id)
+    assert pool.register(key(number), block_id)
     pool.release(block_id)
     return block_id
 
@@ -69,8 +66,8 @@ def test_a_referenced_block_is_never_handed_out(evicted: list[BlockKey]) -> None
 def test_one_key_has_one_block(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
     first, second = pool.allocate(), pool.allocate()
-    assert pool.register(key(1), META, first)
-    assert not pool.register(key(1), META, second)
+    assert pool.register(key(1), first)
+    assert not pool.register(key(1), second)
     assert pool.lookup(key(1)) == first
     assert pool.key_of(second) is None
     pool.release(second)
@@ -81,7 +78,7 @@ def test_one_key_has_one_block(evicted: list[BlockKey]) -> None:
 def test_reset_forgets_but_frees_nothing_referenced(evicted: list[BlockKey]) -> None:
     pool = make_pool(3, evicted)
     kept = pool.allocate()
-    pool.register(key(1), META, kept)
+    pool.register(key(1), kept)
     cached_block(pool, 2)
     assert pool.reset() == 2
     assert pool.lookup(key(1)) is None
@@ -127,7 +124,7 @@ def test_against_a_model(operations: list[tuple[str, int]]) -> None:
             block = held[number % len(held)]
             if pool.key_of(block) is None:
                 fresh = key(number) not in known
-                assert pool.register(key(number), META, block) is fresh
+                assert pool.register(key(number), block) is fresh
                 known.setdefault(key(number), block)
         elif verb == "f" and held:
             pool.release(held.pop(number % len(held)))
