@@ -179,6 +179,7 @@ class KVCacheManager:
         request.block_tables = [[]]
         request.num_committed_blocks = request.num_hit_blocks = 0
         request.num_computed_tokens = 0
+        request.first_cacheable_block = 0  # what a reset barred is gone; the rest is new
 
     def _stores(self, request: Request, index: int) -> bool:
         if not self._offload_prompt_only:

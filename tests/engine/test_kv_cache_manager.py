@@ -6,7 +6,14 @@ from engine.kv_cache_manager import DEVICE
 from engine.kv_groups import KVGroup, required_blocks
 from engine.request import Request
 from engine.scheduler import Scheduler
-from tests.engine.planning import BLOCK_SIZE, make_kv, make_request, make_scheduler, run_to_end
+from tests.engine.planning import (
+    BLOCK_SIZE,
+    make_kv,
+    make_request,
+    make_scheduler,
+    run_pass,
+    run_to_end,
+)
 
 
 def serve(scheduler: Scheduler, request: Request) -> int:
@@ -113,6 +120,19 @@ def test_a_reset_keeps_running_requests_out_of_the_map() -> None:
     assert serve(scheduler, make_request([*prompt, 5])) == 0
     # blocks 2.. were computed after the reset; with their parents recomputed they may be found
     assert scheduler.kv.match(make_request([*prompt, 5]))[0].source == DEVICE
+
+
+def test_what_is_recomputed_after_a_reset_is_cached_again() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=32)
+    request = make_request(list(range(16)), max_tokens=6)
+    scheduler.add(request)
+    run_pass(scheduler, scheduler.schedule())
+    assert scheduler.kv.reset(scheduler.live()) == 4
+    scheduler._preempt(request)
+    assert scheduler.kv.pool.num_cached == 0
+    run_to_end(scheduler)
+    assert request.num_preemptions == 1
+    assert serve(scheduler, make_request([*range(16), 5])) == 16
 
 
 def test_release_balances_every_reference() -> None:
