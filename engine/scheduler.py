@@ -141,11 +141,16 @@ class Scheduler:
         self._admit_waiting()
         budget = self.limits.max_num_batched_tokens - num_decode_rows
         if num_decode_rows:
-            budget = min(budget, max(1, self.limits.max_num_batched_tokens // MIXED_PREFILL_SHARE))
+            budget = min(budget, self._mixed_prefill_rows)
         plan += self._schedule_prefills(budget)
         for scheduled in plan:
             scheduled.request.num_inflight_tokens = scheduled.num_rows
         return plan
+
+    @property
+    def _mixed_prefill_rows(self) -> int:
+        """Rows that prompts may have beside answers that are streaming."""
+        return max(1, self.limits.max_num_batched_tokens // MIXED_PREFILL_SHARE)
 
     def _schedule_decodes(self) -> list[ScheduledRequest]:
         """Everybody's next token first; drafts only with rows and blocks nobody else wants."""
@@ -156,7 +161,10 @@ class Scheduler:
             # One ahead of it may have preempted it meanwhile.
             if request.state is RequestState.RUNNING and self._make_room(request)
         ]
-        spare_rows = max(0, self.limits.max_num_batched_tokens - len(plan))
+        spare_rows = self.limits.max_num_batched_tokens - len(plan)
+        is_seat_free = self.num_active < self.limits.max_num_seqs
+        if (self.waiting and is_seat_free) or len(plan) < len(self.running):
+            spare_rows = max(0, spare_rows - self._mixed_prefill_rows)
         for scheduled in plan:
             request = scheduled.request
             drafts, request.draft_token_ids = request.draft_token_ids[:spare_rows], []

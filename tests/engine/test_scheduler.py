@@ -192,6 +192,26 @@ def test_drafts_never_cause_preemption() -> None:
     assert scheduler.num_preemptions == 0
 
 
+def test_drafts_leave_prompts_their_share_of_the_rows() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    streams = [make_request(2, max_tokens=50) for _ in range(2)]
+    for stream in streams:
+        scheduler.add(stream)
+    run_pass(scheduler, scheduler.schedule())
+    prompt = make_request(20, max_tokens=1)
+    scheduler.add(prompt)
+    for _ in range(3):  # first waiting, then running
+        for stream in streams:
+            stream.draft_token_ids = [1, 2, 3, 4]
+        plan = scheduler.schedule()
+        assert rows(plan) == {
+            streams[0].request_id: 5,
+            streams[1].request_id: 1,
+            prompt.request_id: 2,
+        }
+        run_pass(scheduler, plan)
+
+
 def test_finish_is_legal_in_every_state_and_frees_everything() -> None:
     scheduler = make_scheduler(num_blocks=4, max_num_seqs=1)
     running, waiting = make_request(8, max_tokens=4), make_request(8, max_tokens=4)
