@@ -117,6 +117,7 @@ class AsyncEngine:
         self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         parts.wake.bind(self._wake_from_thread)
+        self._closing: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._run(), name="engine-loop")
 
     @classmethod
@@ -298,9 +299,15 @@ class AsyncEngine:
     async def close(self, drain_timeout: float = 0.0) -> None:
         """Drain for up to `drain_timeout` seconds, abort the rest, flush the tiers, stop.
 
-        Safe to call twice. Every live request gets its terminal event before this returns.
+        Every live request gets its terminal event before this returns. Safe to call again: later
+        calls wait for the first. Cancelling a caller does not stop the closing.
         """
         self.stop_intake()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain_timeout), name="engine-close")
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_timeout: float) -> None:
         if not self._task.done():
             await self._drain(drain_timeout)
             await self._flush_for_close()

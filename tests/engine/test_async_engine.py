@@ -17,6 +17,7 @@ from engine.errors import (
 )
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
+from offload.disk_tier import DiskTier
 from tests.running_engine import (
     Answer,
     ask,
@@ -257,6 +258,25 @@ async def test_closing_drains(tiny_llama: Path, kernel_cache: Path) -> None:
     assert (await running).finish_reason is FinishReason.LENGTH
     await closing
     await engine.close()  # twice is once
+
+
+async def test_closing_twice_closes_the_tiers_once(
+    tiny_llama: Path, kernel_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_closed = 0
+    plain_close = DiskTier.close
+
+    def close(tier: DiskTier) -> None:
+        nonlocal num_closed
+        num_closed += 1
+        plain_close(tier)
+
+    monkeypatch.setattr(DiskTier, "close", close)
+    config = engine_config(tiny_llama, kernel_cache, disk_tier=tmp_path, disk_tier_size=64 << 20)
+    engine = await AsyncEngine.from_config(config)
+    await asyncio.gather(engine.close(), engine.close())
+    await engine.close()
+    assert num_closed == 1
 
 
 async def test_closing_aborts_what_does_not_drain(tiny_llama: Path, kernel_cache: Path) -> None:
