@@ -158,7 +158,6 @@ def _assemble_on_torch_thread(
         drafter=guarded,
         max_draft_tokens=0 if guarded is None else config.speculative_tokens,
         load_deadline=config.load_deadline,
-        eos_token_ids=frozenset(info.eos_token_ids),
     )
     progress("ready", 100.0)
     return EngineParts(

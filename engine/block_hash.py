@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from offload.tier import BlockHash
 
-HASH_BYTES = 32
-
 
 def _digest(*parts: tuple[bytes, bytes]) -> bytes:
     hasher = hashlib.sha256()

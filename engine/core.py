@@ -61,7 +61,6 @@ class EngineCore:
         drafter: GuardedDrafter | None,
         max_draft_tokens: int,
         load_deadline: float,
-        eos_token_ids: frozenset[int],
     ) -> None:
         self.scheduler = scheduler
         self.kv = kv
@@ -72,7 +71,6 @@ class EngineCore:
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._load_deadline = load_deadline
-        self._eos_token_ids = eos_token_ids
         self._live: dict[str, LiveRequest] = {}
         self._num_failed_steps = 0
         self.counters = EngineStats(spec_accepted_per_pos=[0] * max_draft_tokens)
@@ -224,7 +222,7 @@ class EngineCore:
         if start == 0:
             request.prompt_logprobs = [None]  # the first token is predicted by nothing
         next_ids = request.prompt_token_ids[start + 1 : start + num_known + 1]
-        return PromptLogprobRows(0, next_ids, num_top) if next_ids else None
+        return PromptLogprobRows(next_ids, num_top) if next_ids else None
 
     # --- output to state --------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ def _logit_rows(
         wanted = sequence.prompt_logprobs
         first = len(rows)
         if wanted:
-            rows.extend(range(begin + wanted.first, begin + wanted.first + len(wanted.next_ids)))
+            rows.extend(range(begin, begin + len(wanted.next_ids)))
         prompt_slices.append(slice(first, len(rows)))
         sampled.extend(range(len(rows), len(rows) + len(sequence.sample_rows)))
         rows.extend(range(end - len(sequence.sample_rows), end))

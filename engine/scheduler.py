@@ -70,7 +70,6 @@ class Scheduler:
         self.loading: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.num_prefix_queries = 0  # prompt tokens looked up at first admission
         self._num_admissions = 0
 
     # --- queue ------------------------------------------------------------------------------
@@ -264,7 +263,5 @@ class Scheduler:
 
     def _run(self, request: Request) -> None:
         request.state = RequestState.RUNNING
-        if not request.admitted_once:
-            request.admitted_once = True
-            self.num_prefix_queries += request.num_prompt_tokens
+        request.admitted_once = True
         self.running.append(request)

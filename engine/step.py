@@ -12,9 +12,8 @@ from offload.transfers import CopyIn, CopyOut
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobRows:
-    """Rows [first, first + len(next_ids)) of the sequence predict `next_ids`."""
+    """The sequence's leading rows predict `next_ids`, one each."""
 
-    first: int
     next_ids: Sequence[int]
     num_top: int
 

@@ -62,7 +62,6 @@ class Survey:
     vanished: list[Entry]  # known, not there
     strangers: list[StrangerFile]  # may be evicted; oldest first
     other_bytes: int  # all that is neither known nor found, strangers and directories included
-    stuck_bytes: int  # the part of it that we may not remove
     skipped: dict[str, int]
     seconds: float
 
@@ -400,7 +399,6 @@ class _Inventory:
         self._found: list[tuple[BlockKey, int, float]] = []
         self._strangers: list[StrangerFile] = []
         self._other_bytes = 0
-        self._stuck_bytes = 0
         self._skipped: dict[str, int] = {}
 
     def add(self, file: StoreFile) -> None:
@@ -420,10 +418,8 @@ class _Inventory:
             self._strangers.append(
                 StrangerFile(file.fingerprint, name, file.physical_bytes, file.mtime)
             )
-        else:
-            self._stuck_bytes += file.physical_bytes
-            if file.kind is Kind.FOREIGN:
-                self._skip("foreign")
+        elif file.kind is Kind.FOREIGN:
+            self._skip("foreign")
         self._other_bytes += file.physical_bytes
 
     def _skip(self, reason: str) -> None:
@@ -442,7 +438,6 @@ class _Inventory:
             [entry for key, entry in request.known.items() if key not in self._seen],
             self._strangers[:_MAX_STRANGERS],
             self._other_bytes,
-            self._stuck_bytes,
             self._skipped,
             seconds,
         )

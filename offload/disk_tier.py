@@ -53,7 +53,6 @@ class DiskTier:
         self._touched: dict[BlockKey, float] = {}
         self._extra_bytes = 0  # of the saves in flight
         self._other_bytes = 0
-        self._stuck_bytes = 0
         self._strangers: deque[StrangerFile] = deque()
         self._skipped: dict[str, int] = {}
         self._evicted = 0
@@ -240,7 +239,6 @@ class DiskTier:
         if survey.epoch != self._epoch:
             return
         self._other_bytes = survey.other_bytes
-        self._stuck_bytes = survey.stuck_bytes
         self._strangers = deque(survey.strangers)
         self._skipped = survey.skipped
         self._reclaiming = False
