@@ -155,14 +155,14 @@ class ModelRunner:
 
     def _copy_out(self, copies: Sequence[CopyOut]) -> None:
         for copy in copies:
-            source = np.frombuffer(self._kv.block_buffer(copy.block_id), dtype=np.uint8)
+            block = self._kv.pool[copy.block_id]
             for destination in copy.destinations:
-                np.copyto(np.frombuffer(destination, dtype=np.uint8), source)
+                torch.frombuffer(destination, dtype=torch.uint8).copy_(block)
 
     def _copy_in(self, copies: Sequence[CopyIn]) -> None:
         for copy in copies:
-            destination = np.frombuffer(self._kv.block_buffer(copy.block_id), dtype=np.uint8)
-            np.copyto(destination, np.frombuffer(copy.source, dtype=np.uint8))
+            source = torch.frombuffer(copy.source, dtype=torch.uint8)
+            self._kv.pool[copy.block_id].copy_(source)
 
 
 def _logit_rows(
