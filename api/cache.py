@@ -6,9 +6,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from api import errors
 from api.body import parse, read_optional_json, schema_of
 from api.context import Context
 from api.protocol import CacheResetBody
+from offload.tier import OffloadError
 
 
 def router(context: Context) -> APIRouter:
@@ -29,10 +31,14 @@ def router(context: Context) -> APIRouter:
         raw = await read_optional_json(request, context.settings.max_body_bytes)
         body = parse(CacheResetBody, raw, context.metrics)
         engine = context.holder.loaded()
-        if body.tiers is None:
-            return {"dropped": await engine.cache_reset(None)}
         present = engine.cache_stats()["tiers"]
-        dropped = await engine.cache_reset([tier for tier in body.tiers if tier in present])
+        wanted = None if body.tiers is None else [tier for tier in body.tiers if tier in present]
+        try:
+            dropped = await engine.cache_reset(wanted)
+        except OffloadError as error:  # whoever resets has to know that a restart may undo it
+            raise errors.internal(f"The reset is not durable: {error}.") from error
+        if body.tiers is None:
+            return {"dropped": dropped}
         # A tier that this server does not have holds nothing: no fault, and nothing dropped.
         return {"dropped": {tier: dropped.get(tier, 0) for tier in body.tiers}}
 

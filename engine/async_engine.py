@@ -409,7 +409,11 @@ class AsyncEngine:
         return await self._core.offload.flush(self._round)
 
     async def cache_reset(self, tiers: Sequence[str] | None = None) -> dict[str, int]:
-        """Forget stored blocks in `tiers` (None: all), durably; blocks dropped per tier."""
+        """Forget stored blocks in `tiers` (None: all), durably; blocks dropped per tier.
+
+        InvalidRequestError for an unknown tier, before anything is dropped; OffloadError where a
+        restart may find old blocks, though none is served until then.
+        """
         known = ["device", *self._core.offload.stats()]
         wanted = known if tiers is None else list(tiers)
         unknown = [tier for tier in wanted if tier not in known]

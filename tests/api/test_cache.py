@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from engine.config import EngineConfig
+from offload.tier import OffloadError
 from tests.api.live_server import LiveServer
 
 PROMPT = {"prompt": list(range(100, 121)), "max_tokens": 1, "temperature": 0}
@@ -41,6 +42,18 @@ def test_reset_forgets_everything(http: httpx.Client) -> None:
     assert dropped["device"] >= 5
     assert cached_tokens(http) == {"device": 0, "cpu": 0, "disk": 0}
     assert cached_tokens(http) == {"device": 20, "cpu": 0, "disk": 0}
+
+
+def test_a_reset_that_is_not_durable_says_so(
+    server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reset(tiers: object) -> dict[str, int]:
+        raise OffloadError("tier disk is empty, but a restart may find its old blocks: EIO")
+
+    monkeypatch.setattr(server.engine, "cache_reset", reset)
+    response = http.post("/cache/reset")
+    assert response.status_code == 500
+    assert "a restart may find its old blocks" in response.json()["error"]["message"]
 
 
 def test_flush_then_reset_of_one_tier_leaves_the_other(engine_config: EngineConfig) -> None:
