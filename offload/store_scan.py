@@ -95,7 +95,7 @@ def scan(dir_fd: int) -> Iterator[StoreFile]:
 
     Raises OSError only if the store's own directory cannot be read.
     """
-    yield _directory(".", None, os.fstat(dir_fd))
+    yield _described(Kind.DIRECTORY, ".", None, os.fstat(dir_fd))
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             is_directory = entry.is_dir(follow_symlinks=False)
@@ -115,7 +115,7 @@ def scan_fingerprint(dir_fd: int, fingerprint: str) -> Iterator[StoreFile]:
     except OSError:
         return
     try:
-        yield _directory(fingerprint, fingerprint, os.fstat(root))
+        yield _described(Kind.DIRECTORY, fingerprint, fingerprint, os.fstat(root))
         with os.scandir(root) as entries:
             for entry in entries:
                 path = f"{fingerprint}/{entry.name}"
@@ -138,7 +138,7 @@ def _scan_prefix(root: int, fingerprint: str, prefix: str) -> Iterator[StoreFile
     except OSError:
         return
     try:
-        yield _directory(f"{fingerprint}/{prefix}", fingerprint, os.fstat(fd))
+        yield _described(Kind.DIRECTORY, f"{fingerprint}/{prefix}", fingerprint, os.fstat(fd))
         with os.scandir(fd) as entries:
             for entry in entries:
                 path = f"{fingerprint}/{prefix}/{entry.name}"
@@ -154,15 +154,7 @@ def _scan_prefix(root: int, fingerprint: str, prefix: str) -> Iterator[StoreFile
                     kind, key = Kind.FOREIGN, None
                 else:
                     kind = Kind.BLOCK
-                yield StoreFile(
-                    kind,
-                    path,
-                    fingerprint,
-                    key,
-                    status.st_size,
-                    status.st_blocks * 512,
-                    status.st_mtime,
-                )
+                yield _described(kind, path, fingerprint, status, key)
     finally:
         os.close(fd)
 
@@ -174,15 +166,7 @@ def _other(
         status = entry.stat(follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             kind = Kind.FOREIGN
-        yield StoreFile(
-            kind,
-            path,
-            fingerprint,
-            None,
-            status.st_size,
-            status.st_blocks * 512,
-            status.st_mtime,
-        )
+        yield _described(kind, path, fingerprint, status)
 
 
 def _scan_tree(
@@ -191,33 +175,22 @@ def _scan_tree(
     with suppress(OSError):  # raised when the tree itself vanishes before it is opened
         for folder, _, names, fd in os.fwalk(name, dir_fd=dir_fd, follow_symlinks=False):
             where = path + folder.removeprefix(name)
-            yield _directory(where, fingerprint, os.fstat(fd), kind)
+            yield _described(kind, where, fingerprint, os.fstat(fd))
             for leaf in names:
                 with suppress(OSError):
                     status = os.stat(leaf, dir_fd=fd, follow_symlinks=False)
-                    yield StoreFile(
-                        kind,
-                        f"{where}/{leaf}",
-                        fingerprint,
-                        None,
-                        status.st_size,
-                        status.st_blocks * 512,
-                        status.st_mtime,
-                    )
+                    yield _described(kind, f"{where}/{leaf}", fingerprint, status)
 
 
-def _directory(
-    path: str, fingerprint: str | None, status: os.stat_result, kind: Kind = Kind.DIRECTORY
+def _described(
+    kind: Kind,
+    path: str,
+    fingerprint: str | None,
+    status: os.stat_result,
+    key: BlockKey | None = None,
 ) -> StoreFile:
-    return StoreFile(
-        kind,
-        path,
-        fingerprint,
-        None,
-        status.st_size,
-        status.st_blocks * 512,
-        status.st_mtime,
-    )
+    size_bytes, physical_bytes = status.st_size, status.st_blocks * 512
+    return StoreFile(kind, path, fingerprint, key, size_bytes, physical_bytes, status.st_mtime)
 
 
 def reclaim_temporary(dir_fd: int, path: str) -> bool:
