@@ -43,7 +43,8 @@ def router(context: Context) -> APIRouter:
             body,
             max_tokens=min(DEFAULT_MAX_TOKENS, room) if asked is None else asked,
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            # Echo computes the whole prompt, with or without logprobs to show for it.
+            prompt_logprobs=(body.logprobs or 0) if body.echo else None,
         )
         choices = choices_of(engine, prompts, params, body.n)
         generation = await Generation.start(engine, body, choices, context.metrics)

@@ -73,6 +73,7 @@ class EngineCore:
         self._load_deadline = load_deadline
         self._live: dict[str, LiveRequest] = {}
         self._num_failed_steps = 0
+        self._has_tiers = bool(offload.stats())
         self.counters = EngineStats(spec_accepted_per_pos=[0] * max_draft_tokens)
 
     # --- requests ---------------------------------------------------------------------------
@@ -364,7 +365,7 @@ class EngineCore:
         counters.prompt_tokens += request.num_prompt_tokens
         counters.prefix_cache_queries += request.num_prompt_tokens
         counters.prefix_cache_hits += cached.device
-        if self.offload.stats():
+        if self._has_tiers:
             counters.external_queries += request.num_prompt_tokens - cached.device
             counters.external_hits += cached.cpu + cached.disk
         counters.recomputed_by_choice += request.recomputed_by_choice

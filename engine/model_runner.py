@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,7 @@ class PackedInput:
     batch: PagedBatch
     sampled_rows: Tensor  # int64, which of the L rows draw a token
     prompt_slices: Sequence[slice]  # per sequence, which of the L rows predict its prompt
+    witnesses: Mapping[int, int]  # sequences that draw nothing -> the L row of their last token
 
 
 class ModelRunner:
@@ -81,9 +82,13 @@ class ModelRunner:
         draws: list[list[Sampled | Unsampled]] = []
         prompt: list[list[TokenLogprobs]] = []
         taken = 0
-        for sequence, where in zip(sequences, packed.prompt_slices, strict=True):
+        poisoned = _poisoned(logits, packed.witnesses)
+        pairs = zip(sequences, packed.prompt_slices, strict=True)
+        for index, (sequence, where) in enumerate(pairs):
             own = sampled[taken : taken + len(sequence.sample_rows)]
             taken += len(own)
+            if index in poisoned:
+                own = [Unsampled("the model's logits are not finite")]
             wanted, known = sequence.prompt_logprobs, []
             if wanted is not None:
                 try:
@@ -132,7 +137,7 @@ class ModelRunner:
         positions = np.arange(query_start[-1]) - query_start[owner] + starts[owner]
         slots = tables[owner, positions // self._block_size].astype(np.int64) * self._block_size
         slots += positions % self._block_size
-        logit_rows, sampled_rows, prompt_slices = _logit_rows(sequences, query_start)
+        logit_rows, sampled_rows, prompt_slices, witnesses = _logit_rows(sequences, query_start)
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences])
         return PackedInput(
             input_ids=self._tensor(tokens)[None],
@@ -148,6 +153,7 @@ class ModelRunner:
             ),
             sampled_rows=self._tensor(sampled_rows),
             prompt_slices=prompt_slices,
+            witnesses=witnesses,
         )
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -167,11 +173,16 @@ class ModelRunner:
 
 def _logit_rows(
     sequences: Sequence[SequenceInput], query_start: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, list[slice]]:
-    """Which packed rows need logits: of each sequence first the prompt's, then the sampled ones."""
+) -> tuple[np.ndarray, np.ndarray, list[slice], dict[int, int]]:
+    """Which packed rows need logits: of each sequence first the prompt's, then the sampled ones.
+
+    A sequence that draws nothing, a prompt's chunk, gets one for its last row all the same: it has
+    read all KV of the chunk, so a NaN shows there before any block is committed.
+    """
     rows: list[int] = []
     sampled: list[int] = []
     prompt_slices: list[slice] = []
+    witnesses: dict[int, int] = {}
     for index, sequence in enumerate(sequences):
         begin, end = int(query_start[index]), int(query_start[index + 1])
         wanted = sequence.prompt_logprobs
@@ -181,4 +192,16 @@ def _logit_rows(
         prompt_slices.append(slice(first, len(rows)))
         sampled.extend(range(len(rows), len(rows) + len(sequence.sample_rows)))
         rows.extend(range(end - len(sequence.sample_rows), end))
-    return np.array(rows, dtype=np.int64), np.array(sampled, dtype=np.int64), prompt_slices
+        if not sequence.sample_rows:
+            witnesses[index] = len(rows)
+            rows.append(end - 1)
+    sampled_rows = np.array(sampled, dtype=np.int64)
+    return np.array(rows, dtype=np.int64), sampled_rows, prompt_slices, witnesses
+
+
+def _poisoned(logits: Tensor, witnesses: Mapping[int, int]) -> set[int]:
+    """The sequences whose witness row is not finite."""
+    if not witnesses:
+        return set()
+    finite = torch.isfinite(logits[list(witnesses.values())]).all(dim=1).tolist()
+    return {index for index, good in zip(witnesses, finite, strict=True) if not good}

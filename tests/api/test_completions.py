@@ -156,6 +156,18 @@ def test_echo_scores_the_prompt(server: LiveServer, http: httpx.Client) -> None:
     assert max(top.values()) == pytest.approx(scored["token_logprobs"][0], abs=1e-3)
 
 
+def test_echo_computes_the_whole_prompt(http: httpx.Client) -> None:
+    """With or without logprobs to show for it, and the usage says so."""
+    body = {"prompt": [7] * 20, "max_tokens": 1, "temperature": 0}
+    cached = [
+        http.post("/v1/completions", json={**body, **extra}).json()["usage"][
+            "prompt_tokens_details"
+        ]["cached_tokens"]
+        for extra in ({}, {}, {"echo": True})
+    ]
+    assert cached == [0, 16, 0]
+
+
 def test_echo_without_logprobs_is_the_text_as_sent(client: openai.OpenAI) -> None:
     made = client.completions.create(
         model="tiny", prompt="Numbers <|im_end|>", max_tokens=0, echo=True

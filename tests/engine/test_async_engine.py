@@ -225,6 +225,26 @@ async def test_poisoned_logits_end_their_own_request_alone(
         assert answers[0].error is not None
 
 
+async def test_a_poisoned_chunk_of_a_prompt_is_not_kept(
+    tiny_llama: Path, kernel_cache: Path
+) -> None:
+    """A chunk that draws nothing is judged too: its NaN must not wait in the cache for others."""
+    async with running_engine(tiny_llama, kernel_cache, max_num_batched_tokens=16) as engine:
+        runner = engine._core._runner
+        plain_logits = runner.logits
+
+        def poison(packed):  # type: ignore[no-untyped-def]
+            return plain_logits(packed) * float("nan")
+
+        runner.logits = poison  # type: ignore[method-assign]
+        answer = await ask(engine, PROMPT, greedy(3))
+        assert answer.finish_reason is FinishReason.ERROR
+        runner.logits = plain_logits  # type: ignore[method-assign]
+        again = await ask(engine, PROMPT, greedy(3))
+        assert again.cached.total == 0
+        assert again.finish_reason is FinishReason.LENGTH
+
+
 async def test_a_dead_engine_tells_everybody_now_and_later(
     tiny_llama: Path, kernel_cache: Path
 ) -> None:
