@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.block_hash import kv_fingerprint
 from engine.config import EngineConfig
@@ -24,6 +25,10 @@ from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
 from offload.tier import Tier, TierOpenError
+
+if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
+    from engine.model_loader import LoadedModel
+    from engine.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +96,74 @@ def _check(config: EngineConfig) -> None:
         raise StartupError("give either --kv-memory or --kv-blocks, not both and not neither")
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A loaded and tested model with its KV pool."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    num_blocks: int
+    block_bytes: int
+    fingerprint: bytes
+
+
 def _assemble_on_torch_thread(
     config: EngineConfig, progress: ProgressFn, torch_thread: ThreadPoolExecutor
 ) -> EngineParts:
     progress("starting", 0.0)
     drafter_class = find_drafter_class(config.speculative)  # before the model: it may be refused
+    model = _load(config, progress)
+    progress("opening KV tiers", 0.0)
+    info = model.loaded.info
+    drafter = None
+    if drafter_class is not None:
+        drafter = GuardedDrafter(
+            build_drafter(
+                config.speculative,
+                drafter_class,
+                vocab_size=info.vocab_size,
+                max_tokens=config.speculative_tokens,
+            ),
+            vocab_size=info.vocab_size,
+        )
+    wake = Wake()
+    tiers = _open_tiers(config, model.fingerprint, model.block_bytes)
+    offload = OffloadManager(tiers, block_bytes=model.block_bytes, wake=wake)
+    kv = KVCacheManager(
+        model.num_blocks,
+        config.block_size,
+        offload,
+        offload_prompt_only=config.offload_prompt_only,
+    )
+    chooser = LoadChooser(config.load_policy, config.block_size, offload)
+    limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
+    core = EngineCore(
+        scheduler=Scheduler(limits, kv, chooser.choose),
+        kv=kv,
+        offload=offload,
+        runner=model.runner,
+        torch_thread=torch_thread,
+        chooser=chooser,
+        drafter=drafter,
+        max_draft_tokens=0 if drafter is None else config.speculative_tokens,
+        load_deadline=config.load_deadline,
+    )
+    progress("ready", 100.0)
+    return EngineParts(
+        info=info,
+        tokenizer=model.loaded.tokenizer,
+        fingerprint=model.fingerprint,
+        block_bytes=model.block_bytes,
+        kv=kv,
+        core=core,
+        offload=offload,
+        torch_thread=torch_thread,
+        drafter=drafter,
+        wake=wake,
+    )
+
+
+def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     import torch  # the heaviest import; it belongs to this thread like everything torch does
 
     from engine import attention
@@ -130,48 +198,7 @@ def _assemble_on_torch_thread(
         block_size=config.block_size,
         format_version=KV_FORMAT_VERSION,
     )
-    progress("opening KV tiers", 0.0)
-    wake = Wake()
-    guarded = None
-    if drafter_class is not None:
-        drafter = build_drafter(
-            config.speculative,
-            drafter_class,
-            vocab_size=info.vocab_size,
-            max_tokens=config.speculative_tokens,
-        )
-        guarded = GuardedDrafter(drafter, vocab_size=info.vocab_size)
-    tiers = _open_tiers(config, fingerprint, layout.block_bytes)
-    offload = OffloadManager(tiers, block_bytes=layout.block_bytes, wake=wake)
-    kv = KVCacheManager(
-        num_blocks, config.block_size, offload, offload_prompt_only=config.offload_prompt_only
-    )
-    chooser = LoadChooser(config.load_policy, config.block_size, offload)
-    limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
-    core = EngineCore(
-        scheduler=Scheduler(limits, kv, chooser.choose),
-        kv=kv,
-        offload=offload,
-        runner=runner,
-        torch_thread=torch_thread,
-        chooser=chooser,
-        drafter=guarded,
-        max_draft_tokens=0 if guarded is None else config.speculative_tokens,
-        load_deadline=config.load_deadline,
-    )
-    progress("ready", 100.0)
-    return EngineParts(
-        info=info,
-        tokenizer=loaded.tokenizer,
-        fingerprint=fingerprint,
-        block_bytes=layout.block_bytes,
-        kv=kv,
-        core=core,
-        offload=offload,
-        torch_thread=torch_thread,
-        drafter=guarded,
-        wake=wake,
-    )
+    return _Model(loaded, runner, num_blocks, layout.block_bytes, fingerprint)
 
 
 def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
