@@ -58,7 +58,7 @@ async def test_smollm2_answers_as_generate_does(tmp_path: Path) -> None:
     async with running_engine(
         smollm2_gguf(), smollm2_cache_dir(), kv_blocks=64, block_size=16, max_num_batched_tokens=64
     ) as engine:
-        messages = [{"role": "user", "content": "What is the capital of France? Count to 20."}]
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
         prompt = engine.tokenizer.encode_chat(messages)
         answer = await ask(engine, prompt, greedy(24, ignore_eos=False))
         model = AutoModelForCausalLM.from_pretrained(
