@@ -18,8 +18,6 @@ from api.protocol import GenerationBody, StreamOptions
 from api.sse import DONE, ClientDisconnectedError, EventStreamResponse, event, while_connected
 from engine.outputs import RequestOutput
 
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it shows in the counters
-
 
 class Writer(Protocol):
     """What an endpoint adds to the frame below: its objects' names and its choices."""
@@ -62,7 +60,7 @@ async def answer(
     try:
         outputs = await while_connected(request.receive, _collect(generation, time_limit))
     except ClientDisconnectedError:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(status_code=errors.CLIENT_CLOSED_REQUEST)
     finally:
         await generation.aclose()
     whole = {**head, **writer.plain(outputs), "usage": generation.usage.body()}

@@ -31,6 +31,7 @@ class Body(BaseModel):
 
     known_and_ignored: ClassVar[frozenset[str]] = frozenset()  # hints that change no answer
     unsupported: ClassVar[Mapping[str, AsksNothing]] = {}
+    refuses_unknown: ClassVar[bool] = False  # other bodies ignore what they do not know
 
 
 B = TypeVar("B", bound=Body)
@@ -82,6 +83,11 @@ def parse(model: type[B], raw: Mapping[str, Any], metrics: Metrics) -> B:
         if name in model.known_and_ignored:
             continue
         asks_nothing = model.unsupported.get(name)
+        if asks_nothing is None and model.refuses_unknown:
+            fields = ", ".join(f"'{field}'" for field in model.model_fields)
+            raise errors.invalid_request(
+                f"There is no field '{name[:64]}' here; it takes {fields}.", name, "unknown_field"
+            )
         if asks_nothing is None:
             if metrics.count_ignored_field(name):
                 logger.warning("Ignoring the unknown body field %r (logged once)", name[:64])

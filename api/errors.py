@@ -27,6 +27,7 @@ from engine.errors import (
 )
 
 INVALID_REQUEST = "invalid_request_error"
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it shows in the counters
 
 
 class ApiError(Exception):

@@ -12,6 +12,7 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import errors
@@ -62,6 +63,8 @@ class Gate:
             return
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            self._metrics.count_response(errors.CLIENT_CLOSED_REQUEST)  # it left in its body
         except Exception:
             logger.exception("Request %s to %s failed", request_id, scope["path"])
             if started:

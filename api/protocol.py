@@ -223,7 +223,12 @@ class DetokenizeBody(Body):
 
 
 class CacheResetBody(Body):
-    """`POST /cache/reset`; without `tiers`, all of them."""
+    """`POST /cache/reset`; without `tiers`, all of them.
+
+    An unknown field is an error here: a misspelt `tiers` would drop every tier.
+    """
+
+    refuses_unknown = True
 
     tiers: list[Literal["device", "cpu", "disk"]] | None = None
 

@@ -270,8 +270,8 @@ class AsyncEngine:
         waiting = len(scheduler.waiting) + len(self._arrivals)
         if waiting + num_sequences > self.config.max_queue + free_seats:
             raise QueueFullError(
-                f"the queue is full ({waiting} sequences are waiting, at most"
-                f" {self.config.max_queue} may); try again later"
+                f"the queue is full: {waiting} sequences wait already, {num_sequences} more would"
+                f" exceed --max-queue {self.config.max_queue}; try again later"
             )
 
     def _check_alive(self) -> None:

@@ -122,7 +122,7 @@ class EngineCore:
         )
         loop = asyncio.get_running_loop()
         output = await loop.run_in_executor(self._torch_thread, self._runner.execute, step)
-        self._settle_transfers(transfers, output.copy_in_seconds)
+        self._settle_transfers(transfers, output)
         self._process(plan, output)
         return True
 
@@ -134,9 +134,9 @@ class EngineCore:
                 self.scheduler.load_failed(request, block_index)
         return transfers
 
-    def _settle_transfers(self, transfers: Transfers, copy_in_seconds: float) -> None:
-        self.offload.copied_out(transfers.copies_out)
-        self.offload.copied_in(transfers.copies_in, copy_in_seconds)
+    def _settle_transfers(self, transfers: Transfers, output: StepOutput) -> None:
+        self.offload.copied_out(transfers.copies_out, output.copy_out_seconds)
+        self.offload.copied_in(transfers.copies_in, output.copy_in_seconds)
         for copy in transfers.copies_in:
             for request in self.kv.loads.loaded(copy.ticket):
                 if not request.pending_loads:

@@ -59,19 +59,23 @@ class ModelRunner:
 
     def execute(self, step: StepInput) -> StepOutput:
         """Copies always happen; a failing pass is returned as `StepOutput.error`."""
+        started = time.perf_counter()
         self._copy_out(step.copies_out)
-        started = time.perf_counter()
+        copied_out = time.perf_counter()
         self._copy_in(step.copies_in)
-        copied = time.perf_counter() - started
-        if not step.sequences:
-            return StepOutput(copy_in_seconds=copied)
-        started = time.perf_counter()
-        try:
-            output = self._forward(step.sequences)
-        except Exception as error:  # whatever a model raises ends these requests, not the engine
-            output = StepOutput(error=error)
-        seconds = time.perf_counter() - started
-        return dataclasses.replace(output, seconds=seconds, copy_in_seconds=copied)
+        copied_in = time.perf_counter()
+        output = StepOutput()
+        if step.sequences:
+            try:
+                output = self._forward(step.sequences)
+            except Exception as error:  # whatever a model raises ends these requests alone
+                output = StepOutput(error=error)
+        return dataclasses.replace(
+            output,
+            seconds=time.perf_counter() - copied_in,
+            copy_out_seconds=copied_out - started,
+            copy_in_seconds=copied_in - copied_out,
+        )
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[SequenceInput]) -> StepOutput:

@@ -45,5 +45,6 @@ class StepOutput:
     draws: Sequence[Sequence[Sampled | Unsampled]] = ()
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     seconds: float = field(default=0.0)  # of the pass alone, without copies
+    copy_out_seconds: float = 0.0  # of all copies out
     copy_in_seconds: float = 0.0  # of all copies in
     error: Exception | None = None  # the pass failed; the copies had been made

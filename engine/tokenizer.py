@@ -74,6 +74,11 @@ class Tokenizer:
         """Ids of `text`; special tokens written in it become their ids."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token; n bytes of text make at least n / this tokens."""
+        return max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary ''."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import time
 from collections import Counter, OrderedDict
@@ -14,6 +15,9 @@ from offload.tier import BlockKey, BlockState, Entry, Tier, TierStats, WriteResu
 from offload.transfer_rate import TransferRate
 
 _SURVEY_SHARE = 30  # a survey takes at most this part of an I/O thread's time
+
+
+logger = logging.getLogger(__name__)
 
 
 class Lane:
@@ -67,6 +71,13 @@ class Lane:
         if isinstance(error, BlockCorruptError):
             self.stats.verify_failures += 1
             self.skipped[error.reason] += 1
+            logger.warning(
+                "%s tier: block %s failed verification (%s); it is dropped and computed anew."
+                " `overwinter store verify` checks the others",
+                self.tier.name,
+                entry.key.block_hash.hex()[:16],
+                error.reason,
+            )
             epoch = self.tier.condemn(entry)
             if epoch is not None:
                 self.threads.submit(

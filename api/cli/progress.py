@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
 LOGGED_STEP = 25.0  # percent
+QUICK = 2.0  # seconds; a phase shorter than this is told once
 
 
 class LoadProgress:
@@ -22,6 +24,7 @@ class LoadProgress:
         self._bar: tqdm[None] | None = None
         self._phase: str | None = None
         self._logged = 0.0
+        self._began = 0.0  # when the phase began, monotonic
         self._closed = False
 
     def __call__(self, phase: str, percent: float) -> None:
@@ -48,8 +51,9 @@ class LoadProgress:
     def _log(self, phase: str, percent: float) -> None:
         if phase != self._phase:
             self._logged = 0.0
+            self._began = time.monotonic()
             logger.info("Loading: %s", phase)
-        elif percent >= self._logged + LOGGED_STEP:
+        elif percent >= self._logged + LOGGED_STEP and time.monotonic() > self._began + QUICK:
             self._logged = percent - percent % LOGGED_STEP
             logger.info("Loading: %s, %.0f %%", phase, percent)
 

@@ -93,6 +93,16 @@ def test_bad_resets_are_refused_by_name(
     assert response.json()["error"]["param"] == param
 
 
+def test_a_misspelt_field_drops_nothing(http: httpx.Client) -> None:
+    """Without `tiers` everything goes, so a typing error must not read as 'without'."""
+    cached_tokens(http)
+    response = http.post("/cache/reset", json={"tier": ["device"]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tier"
+    assert "'tiers'" in response.json()["error"]["message"]
+    assert cached_tokens(http)["device"] == 20
+
+
 def test_a_salt_separates(http: httpx.Client) -> None:
     cached_tokens(http, "one")
     assert cached_tokens(http, "one")["device"] == 20

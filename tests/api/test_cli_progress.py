@@ -1,9 +1,11 @@
 import logging
 
+from api.cli import progress as progress_module
 from api.cli.progress import LoadProgress
 
 
-def test_phases_and_quarters_are_logged(caplog):
+def test_phases_and_quarters_are_logged(caplog, monkeypatch):
+    monkeypatch.setattr(progress_module, "QUICK", -1.0)
     caplog.set_level(logging.INFO)
     progress = LoadProgress(on_terminal=False)
     for percent in range(0, 101, 10):
@@ -18,6 +20,14 @@ def test_phases_and_quarters_are_logged(caplog):
         "Loading: converting, 100 %",
         "Loading: loading",
     ]
+
+
+def test_a_quick_phase_is_told_once(caplog):
+    caplog.set_level(logging.INFO)
+    progress = LoadProgress(on_terminal=False)
+    for percent in range(0, 101, 10):
+        progress("converting", float(percent))
+    assert [record.getMessage() for record in caplog.records] == ["Loading: converting"]
 
 
 def test_a_terminal_gets_a_bar_that_goes_away(capsys, caplog):

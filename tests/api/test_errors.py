@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -233,6 +234,48 @@ def test_a_chat_that_is_too_long_names_both_numbers(http: httpx.Client) -> None:
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
     assert str(count) in error["message"]
     assert "1024" in error["message"]
+
+
+@pytest.mark.parametrize("text", ["word and word " * 200_000, " " * 3_000_000])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_hopeless_text_is_refused_by_its_beginning(
+    server: LiveServer, http: httpx.Client, path: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megabytes are not tokenised only to learn that they do not fit."""
+    seen: list[int] = []
+    tokenizer = server.engine.tokenizer
+    plain_encode = tokenizer.encode
+
+    def encode(part: str, add_special_tokens: bool = True) -> list[int]:
+        seen.append(len(part))
+        return plain_encode(part, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    body = (
+        {"prompt": text}
+        if path == COMPLETIONS
+        else {"messages": [{"role": "user", "content": text}]}
+    )
+    error = refused(http.post(path, json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == ("prompt" if path == COMPLETIONS else "messages")
+    assert "more than" in error["message"]
+    assert "1024" in error["message"]
+    assert seen == [8 * 1024]
+
+
+def test_a_client_that_leaves_in_its_body_is_no_failure(server: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"
+        )
+    gone = 'vllm:api_responses_total{engine="0",model_name="tiny",status="499"}'
+
+    def counted() -> bool:
+        with server.client() as http:
+            return any(line.startswith(gone) for line in http.get("/metrics").text.splitlines())
+
+    server.wait_until(counted)
 
 
 def test_a_full_context_is_served(http: httpx.Client) -> None:

@@ -53,6 +53,17 @@ def test_least_recently_released_goes_first(evicted: list[BlockKey]) -> None:
     assert evicted == [key(2), key(3), key(1)]
 
 
+def test_a_released_block_without_meaning_goes_before_every_cached_one(
+    evicted: list[BlockKey],
+) -> None:
+    pool = make_pool(2, evicted)
+    block = pool.allocate()
+    cached_block(pool, 1)
+    pool.release(block)  # released last, and still the first to go
+    assert pool.allocate() == block
+    assert evicted == []
+
+
 def test_a_referenced_block_is_never_handed_out(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
     block = cached_block(pool, 1)

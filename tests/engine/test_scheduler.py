@@ -61,12 +61,13 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
 
 def test_short_prompts_do_not_starve_a_long_one() -> None:
     """Half the budget goes by arrival, however many shorter ones keep coming."""
-    scheduler = make_scheduler(num_blocks=256, max_num_batched_tokens=32)
+    scheduler = make_scheduler(num_blocks=256, max_num_seqs=64, max_num_batched_tokens=32)
     long = make_request(160, max_tokens=1)
     scheduler.add(long)
     passes = 0
     while long in scheduler.live():
-        scheduler.add(make_request(16, max_tokens=1))
+        for _ in range(2):  # enough for every row there is
+            scheduler.add(make_request(16, max_tokens=1))
         run_pass(scheduler, scheduler.schedule())
         passes += 1
     assert passes == 10  # 16 of 32 rows each pass
@@ -110,7 +111,7 @@ def test_nobody_starves_behind_a_stream_of_urgent_requests() -> None:
     patient = make_request(4, max_tokens=1, priority=5)
     scheduler.add(patient)
     finished: list[Request] = []
-    while patient not in finished:
+    while patient not in finished and len(finished) < 20:
         scheduler.add(make_request(4, max_tokens=1, priority=-5))
         finished += run_pass(scheduler, scheduler.schedule())
     assert len(finished) == 8  # every eighth admission goes to the longest waiting
