@@ -244,7 +244,12 @@ class MetricsPage(Collector):
         for tier in tiers.values():
             for reason, number in tier.skipped.items():
                 skipped[reason] = skipped.get(reason, 0) + number
-        yield self._counters("kv_offload_stores_skipped", "Saves not begun and stored blocks passed over, by reason.", "reason", skipped)
+        yield self._counters(
+            "kv_offload_stores_skipped",
+            "Saves not begun and stored blocks passed over, by reason.",
+            "reason",
+            skipped,
+        )
         yield self._gauges(
             "kv_offload_pending_saves",
             "Blocks waiting to be saved.",
