@@ -44,6 +44,7 @@ class Wake:
         self._callback: Callable[[], None] | None = None
 
     def bind(self, callback: Callable[[], None]) -> None:
+        """From now on each call goes to `callback`, which must be safe from any thread."""
         self._callback = callback
 
     def __call__(self) -> None:
@@ -53,6 +54,8 @@ class Wake:
 
 @dataclass(slots=True)
 class EngineParts:
+    """What `AsyncEngine` runs: built once, owned by it, closed by it."""
+
     info: ModelInfo
     tokenizer: Tokenizer
     fingerprint: bytes

@@ -73,6 +73,7 @@ class RequestStream:
         return self._request.num_prompt_tokens
 
     def put(self, output: RequestOutput) -> None:
+        """For the engine: the next event."""
         self._outputs.put_nowait(output)
 
     def __aiter__(self) -> RequestStream:
@@ -86,6 +87,7 @@ class RequestStream:
         return output
 
     async def aclose(self) -> None:
+        """Abort unless finished; no event follows. Safe to call twice."""
         if not self._ended:
             self._ended = True
             await self._engine.abort(self.request_id)
@@ -290,6 +292,7 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
+        """False once the engine loop has failed; it does not recover."""
         return self.dead_reason is None
 
     def stop_intake(self) -> None:
@@ -455,6 +458,7 @@ class AsyncEngine:
         }
 
     def stats(self) -> EngineStats:
+        """A snapshot of all counters and gauges; what it holds are copies."""
         stats = self._core.stats()
         stats.num_waiting += len(self._arrivals)
         return stats

@@ -79,6 +79,7 @@ class EngineCore:
     # --- requests ---------------------------------------------------------------------------
 
     def add(self, live: LiveRequest) -> None:
+        """Take a validated request into the queue; its id must not be in use."""
         self._live[live.request.request_id] = live
         self.scheduler.add(live.request)
 

@@ -20,6 +20,8 @@ from offload.transfers import CopyIn
 
 @dataclass(slots=True, eq=False)
 class KVLoad:
+    """One block on its way from a tier to the device."""
+
     ticket: int
     key: BlockKey
     meta: BlockMeta
@@ -40,9 +42,11 @@ class KVLoads:
         self._by_ticket: dict[int, KVLoad] = {}
 
     def find(self, key: BlockKey) -> KVLoad | None:
+        """The load of `key` that may still be joined."""
         return self._by_key.get(key)
 
     def active(self) -> Iterable[KVLoad]:
+        """Every load that holds a reference to its block, joinable or not."""
         return self._by_ticket.values()
 
     def start(

@@ -25,6 +25,8 @@ MAX_LOGPROB_CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
+    """Sequences admitted at once, and rows (tokens computed) per step."""
+
     max_num_seqs: int
     max_num_batched_tokens: int
 
