@@ -199,6 +199,11 @@ class MetricsPage(Collector):
             ),
             ("engine_failed_steps", "Steps that failed.", stats.failed_steps),
             (
+                "engine_failed_checks",
+                "Idle-time checks of the KV accounting that did not add up.",
+                stats.failed_checks,
+            ),
+            (
                 "recomputed_by_choice_tokens",
                 "Stored tokens that the load policy chose to recompute.",
                 stats.recomputed_by_choice,

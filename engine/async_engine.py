@@ -12,6 +12,7 @@ loop only put requests into its inbox and read streams.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -394,7 +395,8 @@ class AsyncEngine:
             self._core.counters.failed_checks += 1
 
     def _wake_from_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._wake.set)
+        with contextlib.suppress(RuntimeError):  # the loop has closed: a hung call came back late
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     async def _round(self) -> None:
         """Let the loop run one round of transfers. Cancelling it leaves nothing behind."""

@@ -309,6 +309,19 @@ async def test_closing_aborts_what_does_not_drain(tiny_llama: Path, kernel_cache
     assert len(answer.token_ids) < 200
 
 
+async def test_a_leak_is_counted_when_idle_and_serving_goes_on(
+    tiny_llama: Path, kernel_cache: Path
+) -> None:
+    engine = await AsyncEngine.from_config(engine_config(tiny_llama, kernel_cache))
+    engine._core.kv.pool.allocate()  # a reference that no block table and no load accounts for
+    engine._next_check = 0.0
+    for _ in range(2):  # the second within the minute: counted once
+        assert (await ask(engine, PROMPT, greedy(1))).finish_reason is FinishReason.LENGTH
+    await asyncio.sleep(0.1)
+    assert engine.stats().failed_checks == 1
+    await engine.close()
+
+
 async def test_an_idle_engine_sleeps(tiny_llama: Path, kernel_cache: Path) -> None:
     async with running_engine(tiny_llama, kernel_cache) as engine:
         await ask(engine, PROMPT)
