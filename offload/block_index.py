@@ -24,6 +24,7 @@ class BlockIndex:
         self._stored: dict[BlockKey, Entry] = {}  # PRESENT and EVICTING
         self._saving: dict[BlockKey, Entry] = {}
         self._kept: dict[BlockKey, Entry] = {}  # PRESENT, out of the order
+        self._groups: set[int] = set()  # in which something was ever saved
         self._num_evicting = 0
         self.num_bytes = 0  # PRESENT and EVICTING: SAVING is charged by its reservation
         self.kept_bytes = 0
@@ -95,11 +96,16 @@ class BlockIndex:
             raise ValueError(f"a save of a block that is {self.state(entry.key).value}")
         entry.reused |= self._order.recall(entry.key)
         if parent is not None and not entry.reused:
-            key = BlockKey(parent, entry.key.group)
-            before = self._stored.get(key) or self._saving.get(key)
-            entry.reused = before is not None and before.reused
+            # Of any group: one of windows stores only parts of a chain.
+            before = (BlockKey(parent, group) for group in self._groups)
+            entry.reused = any(self._is_reused(key) for key in before)
+        self._groups.add(entry.key.group)
         entry.state = BlockState.SAVING
         self._saving[entry.key] = entry
+
+    def _is_reused(self, key: BlockKey) -> bool:
+        entry = self._stored.get(key) or self._saving.get(key)
+        return entry is not None and entry.reused
 
     def publish(self, entry: Entry) -> None:
         """SAVING -> PRESENT, most recently used."""

@@ -95,9 +95,11 @@ def test_a_chain_hands_on_what_it_is_while_it_is_being_saved() -> None:
     second = Entry(key(2), 1)
     index.begin_save(first)
     index.begin_save(second, key(1).block_hash)
-    other_group = Entry(key(3, group=1), 1)
-    index.begin_save(other_group, key(1).block_hash)
-    assert (second.reused, other_group.reused) == (True, False)
+    window = Entry(key(3, group=1), 1)  # of which the block before is not stored
+    index.begin_save(window, key(2).block_hash)
+    stranger = Entry(key(4), 1)
+    index.begin_save(stranger, key(9).block_hash)
+    assert (second.reused, window.reused, stranger.reused) == (True, True, False)
 
 
 def test_a_block_that_comes_back_says_which_list_was_too_short() -> None:

@@ -217,6 +217,7 @@ def test_a_cancelled_load_is_never_handed_out(phase: str, open_disk: OpenDisk) -
         time.sleep(0.1)
         manager._gather()
     if phase == "reading":
+        manager.start_loads()
         deadline = time.monotonic() + 5
         while "read" not in disk.calls and time.monotonic() < deadline:
             time.sleep(0.001)
