@@ -343,6 +343,7 @@ class SaveQueue:
         for other in self._lanes:
             if other.in_memory and other is not lane:
                 lane.barred.update(other.tier.present())
+                lane.barred.update(save.key for save in self._held if save.lane is other)
         for name, key in list(self._active):
             save = self._active[name, key]
             if save.lane is lane:
