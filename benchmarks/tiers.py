@@ -1,10 +1,10 @@
-"""What the tiers cost and what they save, measured on a model; one JSON document, nothing asserted.
+"""What the tiers cost and save, measured on a model: one JSON document, nothing asserted.
 
-    python benchmarks/offload.py ttft        1k to 8k tokens: cold, device, CPU, disk, page cache dropped
-    python benchmarks/offload.py throttled   the same from a disk of 10 MB/s, against recomputing
-    python benchmarks/offload.py overhead    throughput with no reuse: tiers on against off, in turn
-    python benchmarks/offload.py stream      a stream's gaps while 6,000 tokens load, and compute
-    python benchmarks/offload.py windows     KV memory of a Gemma-3-shaped model, with and without groups
+    python benchmarks/tiers.py ttft        1k to 8k tokens: cold, device, CPU, disk (no page cache)
+    python benchmarks/tiers.py throttled   the same from a disk of 10 MB/s, against recomputing
+    python benchmarks/tiers.py overhead    throughput with no reuse: tiers on against off, in turn
+    python benchmarks/tiers.py stream      a stream's gaps while 6,000 tokens load, and compute
+    python benchmarks/tiers.py windows     KV memory of a Gemma-3-shaped model, grouped or not
 
 Engines run in this process. Timings on a shared machine wander: quote the ratios.
 """
@@ -135,7 +135,7 @@ async def ttft(model: str, cache_dir: Path, work: Path) -> dict[str, Any]:
 
 
 async def throttled(model: str, cache_dir: Path, work: Path) -> dict[str, Any]:
-    """The store is filled by one engine and found by the next, whose disk is slow from its start."""
+    """The store is filled by one engine and found by the next, whose disk is slow."""
     settings = config(model, cache_dir, disk_tier=work / "kv", cpu_tier=0)
     rows: dict[int, dict[str, Any]] = {length: {} for length in LENGTHS}
     async with engine_of(settings) as engine:
