@@ -117,8 +117,9 @@ class LoadTable:
             buffer = self._staging.take_for_load()
             if buffer is None:
                 return
-            load = Load(0, key, -1, lane, lane.tier.pin(key), Phase.READING, buffer, is_probe=True)
-            load.abandoned = True  # from the start: nobody waits for it
+            entry = lane.tier.pin(key)
+            load = Load(0, key, -1, lane, entry.root_tag, entry, Phase.READING, buffer)
+            load.is_probe = load.abandoned = True  # from the start: nobody waits for it
             self._abandoned.add(load)
             lane.rate.begin(time.monotonic())
             self._read(load, self._staging.view(buffer))
