@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from offload.eviction import EvictionOrder
-from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, FoundBlock
+from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, Forget, FoundBlock
 
 
 class BlockIndex:
@@ -173,6 +173,26 @@ class BlockIndex:
         self._num_evicting = 0
         self.num_bytes = 0
         return held, saving
+
+    def drop(self, where: Forget) -> tuple[list[Entry], list[Entry]]:
+        """The same for some chains only."""
+
+        def some(entries: Iterable[Entry]) -> list[Entry]:
+            return [entry for entry in entries if where.matches(entry.key, entry.root_tag)]
+
+        held, saving = some(self._stored.values()), some(self._saving.values())
+        for entry in (*held, *saving):
+            self.forget(entry)
+        return held, saving
+
+    def held(self, where: Forget | None) -> list[BlockKey]:
+        """PRESENT and SAVING, all or some chains' only."""
+        return [
+            entry.key
+            for entry in (*self._stored.values(), *self._saving.values())
+            if entry.state is not BlockState.EVICTING
+            and (where is None or where.matches(entry.key, entry.root_tag))
+        ]
 
     def pin(self, key: BlockKey) -> Entry:
         entry = self.get(key)
