@@ -90,6 +90,15 @@ class CpuTierMachine(RuleBasedStateMachine):
         self.keeps: list[tuple[int, Entry]] = []
         self.gone: list[tuple[int, str]] = []
         self.tier.watch(lambda which, what: self.gone.append((NUMBER_OF[which], what)))
+        self.save(list(range(NUM_SLOTS)))
+
+    @rule(chain=chains)
+    def save(self, chain: list[int]) -> None:
+        for number in chain:
+            before = len(self.saving)
+            self.reserve(number, False)
+            if len(self.saving) > before:
+                self.settle(before, False)
 
     @rule(number=numbers, promotion=st.booleans())
     def reserve(self, number: int, promotion: bool) -> None:
