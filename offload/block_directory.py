@@ -69,8 +69,14 @@ class Survey:
 class BlockDirectory:
     """The block files of one fingerprint in a directory that may be shared."""
 
-    def __init__(self, directory: Path, fingerprint: bytes, block_bytes: int) -> None:
-        """Create and open; nothing is scanned yet. Raises TierOpenError."""
+    def __init__(
+        self, directory: Path, fingerprint: bytes, block_bytes: int, side_bytes: int = 0
+    ) -> None:
+        """Create and open; nothing is scanned yet. Raises TierOpenError.
+
+        `side_bytes` are kept free for the side store, which grows unseen between two surveys.
+        """
+        self._side_bytes = side_bytes
         self._path = directory
         self._fingerprint = fingerprint
         self._name = fingerprint.hex()
@@ -286,7 +292,7 @@ class BlockDirectory:
         """
         started = time.monotonic()
         self._record_recency(request)
-        inventory = _Inventory(self._name, self._block_bytes, request.known)
+        inventory = _Inventory(self._name, self._block_bytes, self._side_bytes, request.known)
         with self._lock:
             adopts = self._epoch == request.epoch and not self._wipe_failed
         trash: set[str] = set()
@@ -391,8 +397,11 @@ class BlockDirectory:
 class _Inventory:
     """Sums up a scan for one fingerprint."""
 
-    def __init__(self, fingerprint: str, block_bytes: int, known: Mapping[BlockKey, Entry]) -> None:
+    def __init__(
+        self, fingerprint: str, block_bytes: int, side_bytes: int, known: Mapping[BlockKey, Entry]
+    ) -> None:
         self._fingerprint = fingerprint
+        self._side_bytes = side_bytes  # kept free for the side store, less what it has by now
         self._block_bytes = block_bytes
         self._known = known
         self._seen: set[BlockKey] = set()
@@ -420,6 +429,8 @@ class _Inventory:
             )
         elif file.kind is Kind.FOREIGN:
             self._skip("foreign")
+        elif file.kind is Kind.SIDE and file.fingerprint == self._fingerprint:
+            self._side_bytes = max(0, self._side_bytes - file.physical_bytes)
         self._other_bytes += file.physical_bytes
 
     def _skip(self, reason: str) -> None:
@@ -437,7 +448,7 @@ class _Inventory:
             found,
             [entry for key, entry in request.known.items() if key not in self._seen],
             self._strangers[:_MAX_STRANGERS],
-            self._other_bytes,
+            self._other_bytes + self._side_bytes,
             self._skipped,
             seconds,
         )

@@ -67,18 +67,20 @@ class DiskTier:
         fingerprint: bytes,
         block_bytes: int,
         capacity_bytes: int,
+        side_bytes: int = 0,
         name: str = "disk",
     ) -> DiskTier:
         """Create or reopen the tier in `path` and index what it holds, by names and `stat` alone.
 
-        Blocking, for startup. Raises TierOpenError.
+        `side_bytes` of the capacity are left to the side store. Blocking, for startup. Raises
+        TierOpenError.
         """
         if len(fingerprint) != 32:
             raise ValueError(f"a fingerprint of {len(fingerprint)} bytes, not 32")
-        directory = BlockDirectory(path, fingerprint, block_bytes)
+        directory = BlockDirectory(path, fingerprint, block_bytes, side_bytes)
         tier = cls(directory, block_bytes=block_bytes, capacity_bytes=capacity_bytes, name=name)
         # The store's, the fingerprint's and a two-digit directory, each with room to grow.
-        least = tier._needed_bytes(1) + 3 * directory.unit_bytes
+        least = tier._needed_bytes(1) + 3 * directory.unit_bytes + side_bytes
         if capacity_bytes < least:
             directory.close()
             raise TierOpenError(

@@ -5,6 +5,8 @@
         <first 2 hex of the hash>/
           <block hash, 64 hex>.<group>.kv   0600  a published record, see block_file
         .tmp.<pid>.<token>.<n>              0600  being written; its writer holds a lock on it
+      <fingerprint, 64 hex>.side            0600  small records, see side_store; -wal and -shm are
+                                                  SQLite's, .bad was found damaged
       .trash.<pid>.<token>.<n>/             what a reset renamed away; nobody reads it
 
 No symbolic link is followed: one is FOREIGN, like everything else that this drawing lacks.
@@ -19,6 +21,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple
 
 from offload.tier import BlockHash, BlockKey
@@ -31,6 +34,7 @@ OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _HEX = frozenset("0123456789abcdef")
 _GROUP = re.compile(r"\.(0|[1-9][0-9]{0,8})\.kv")
 _GROUP_0 = f".0{SUFFIX}"
+_SIDE_NAME = re.compile(r"([0-9a-f]{64})\.side(?:-wal|-shm|(\.bad))?")
 
 
 class Kind(Enum):
@@ -39,6 +43,8 @@ class Kind(Enum):
     BLOCK = "block"
     TEMPORARY = "temporary"
     TRASH = "trash"
+    SIDE = "side"
+    BAD_SIDE = "bad side"  # set aside as damaged
     FOREIGN = "foreign"
     DIRECTORY = "directory"  # of the store itself: only its own bytes matter
 
@@ -85,6 +91,11 @@ def is_fingerprint(name: str) -> bool:
     return len(name) == 64 and _HEX.issuperset(name)
 
 
+def side_path(directory: Path, fingerprint: bytes) -> Path:
+    """Where the side store of a fingerprint lies."""
+    return directory / f"{fingerprint.hex()}.side"
+
+
 def open_directory(name: str, dir_fd: int | None = None) -> int:
     """A descriptor of a directory that is no symbolic link. Raises OSError."""
     return os.open(name, OPEN_DIRECTORY, dir_fd=dir_fd)
@@ -104,6 +115,10 @@ def scan(dir_fd: int) -> Iterator[StoreFile]:
             elif is_directory:
                 kind = Kind.TRASH if entry.name.startswith(TRASH_PREFIX) else Kind.FOREIGN
                 yield from _scan_tree(dir_fd, entry.name, kind, None, entry.name)
+            elif match := _SIDE_NAME.fullmatch(entry.name):
+                yield from _other(
+                    entry, entry.name, Kind.BAD_SIDE if match[2] else Kind.SIDE, match[1]
+                )
             else:
                 yield from _other(entry, entry.name, Kind.FOREIGN, None)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload import side_store
 from offload.block_file import BlockCorruptError
 from offload.store_audit import audit
 from offload.store_scan import (
@@ -92,6 +93,8 @@ def store_stat(directory: Path) -> int:
         names = {
             Kind.TEMPORARY: "temporary files",
             Kind.TRASH: "reset leftovers",
+            Kind.SIDE: "side stores",
+            Kind.BAD_SIDE: "damaged side stores",
             Kind.FOREIGN: "foreign files",
             Kind.DIRECTORY: "directories",
         }
@@ -112,9 +115,12 @@ def store_verify(directory: Path) -> int:
         num_good = 0
         bad = []
         for file in scan(dir_fd):
-            if file.kind is not Kind.BLOCK:
+            if file.kind is Kind.SIDE and file.path.endswith(".side"):
+                problem = side_store.problem(directory / file.path)
+            elif file.kind is Kind.BLOCK:
+                problem = _problem(dir_fd, file)
+            else:
                 continue
-            problem = _problem(dir_fd, file)
             if problem is None:
                 num_good += 1
             elif problem:
@@ -138,8 +144,8 @@ def store_gc(
     """Remove dead writers' temporary files, what resets left, and damaged or other-format records.
 
     With `keep_fingerprint`, also the blocks of all other fingerprints (full hex or a beginning);
-    with `max_age`, also blocks not used for that many seconds. Files that are no part of a store
-    stay. `dry_run` only says what would go.
+    with `max_age`, also blocks not used for that many seconds. The side store of a fingerprint goes
+    with its blocks. Files that are no part of a store stay. `dry_run` only says what would go.
     """
 
     def run(dir_fd: int) -> int:
@@ -174,10 +180,14 @@ def _condemned(
             yield file, "temporary, if its writer is dead"
         elif file.kind is Kind.TRASH and "/" not in file.path:
             yield file, "left by a reset"
-        elif file.kind is Kind.BLOCK:
+        elif file.kind is Kind.BAD_SIDE:
+            yield file, "damaged side store"
+        elif file.kind in (Kind.BLOCK, Kind.SIDE):
             name = file.fingerprint or ""
             if keep_fingerprint and not any(name.startswith(kept) for kept in keep_fingerprint):
                 yield file, "other fingerprint"
+            elif file.kind is Kind.SIDE:
+                continue
             elif max_age is not None and now - file.mtime > max_age:
                 yield file, f"not used for {_duration(now - file.mtime)}"
             elif problem := _problem(dir_fd, file):
