@@ -21,6 +21,7 @@ from engine.load_policy import LoadChooser
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.tokenizer import Tokenizer
+from engine.transcripts import Transcripts
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
@@ -71,6 +72,7 @@ class EngineParts:
     core: EngineCore
     offload: OffloadManager
     side: SideStore
+    transcripts: Transcripts
     torch_thread: ThreadPoolExecutor
     drafter: GuardedDrafter | None
     wake: Wake
@@ -171,6 +173,12 @@ def _assemble_on_torch_thread(
         core=core,
         offload=offload,
         side=side,
+        transcripts=Transcripts(
+            model.loaded.tokenizer,
+            side,
+            vocab_size=info.vocab_size,
+            enabled=config.transcript_cache,
+        ),
         torch_thread=torch_thread,
         drafter=drafter,
         wake=wake,

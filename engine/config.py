@@ -42,4 +42,5 @@ class EngineConfig:
     load_deadline: float = 30.0  # a load unfinished after this is a miss
     speculative: str = "off"  # off | package.module:DrafterClass
     speculative_tokens: int = 4
+    transcript_cache: bool = True  # chats are read with the ids that were really generated
     seed: int | None = None

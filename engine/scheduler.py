@@ -21,6 +21,8 @@ MIXED_PREFILL_SHARE = 4
 FAIR_ADMISSION_INTERVAL = 8
 # Rows of one request whose prompt logprobs are wanted: each such row costs a whole logits row.
 MAX_LOGPROB_CHUNK = 128
+# Rows of one step of what nobody asked for: a request that arrives meanwhile waits for it.
+MAX_BACKGROUND_CHUNK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,8 @@ class Scheduler:
                 wanted = request.num_uncomputed_tokens - rows[request]
                 if request.wants_prompt_logprobs:
                     wanted = min(wanted, MAX_LOGPROB_CHUNK - rows[request])
+                if request.is_background:
+                    wanted = min(wanted, MAX_BACKGROUND_CHUNK - rows[request])
                 take = min(wanted, amount)
                 rows[request] += take
                 amount -= take

@@ -115,6 +115,7 @@ def engine_config(options: ServeOptions, model: str) -> EngineConfig:
         load_policy=cast(LoadPolicy, options.load_policy),
         speculative=options.speculative,
         speculative_tokens=options.speculative_tokens,
+        transcript_cache=options.transcript_cache == "on",
         seed=options.seed,
     )
 
