@@ -177,7 +177,7 @@ def _assemble_on_torch_thread(
             model.loaded.tokenizer,
             side,
             vocab_size=info.vocab_size,
-            enabled=config.transcript_cache,
+            enabled=config.transcript_cache == "on",
         ),
         torch_thread=torch_thread,
         drafter=drafter,

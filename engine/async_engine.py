@@ -345,7 +345,7 @@ class AsyncEngine:
 
     async def _drain(self, drain_timeout: float) -> None:
         deadline = self._loop.time() + drain_timeout
-        while self._known_ids and not self._task.done():
+        while (self._known_ids or self._idle_prefill.live_id) and not self._task.done():
             left = deadline - self._loop.time()
             if left <= 0.0:
                 for request_id in list(self._known_ids):

@@ -38,6 +38,7 @@ CONTRACT = {
     "--disk-tier-size",
     "--disk-tier-optional",
     "--offload-prompt-only",
+    "--transcript-cache",
     "--load-policy",
     "--speculative",
     "--speculative-tokens",

@@ -1,4 +1,4 @@
-"""Conversations keep the ids they were generated with, and nobody can make them stand for others."""
+"""Conversations keep the ids they were generated with, and these never stand for other texts."""
 
 from __future__ import annotations
 
@@ -292,7 +292,9 @@ def test_a_template_that_rewrites_earlier_turns_misses(tmp_path: Path) -> None:
     assert (reading.num_known, reading.token_ids) == (0, tokenizer.encode_chat(messages))
 
 
-PARTS = st.sampled_from([EOS, BOS, PAD, "<|im_", "end|>", "The", " store", "é", "𝄞", "\n", " ", "7"])
+PARTS = st.sampled_from(
+    [EOS, BOS, PAD, "<|im_", "end|>", "The", " store", "é", "𝄞", "\n", " ", "7"]
+)
 TEXTS = st.lists(PARTS, max_size=6).map("".join)
 
 
