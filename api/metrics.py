@@ -178,6 +178,9 @@ class MetricsPage(Collector):
             "transcript_bytes", "Bytes of all records beside the KV.", stats.transcript_bytes
         )
         yield self._gauge(
+            "transcript_pending", "Records on their way to the disk.", stats.transcript_pending
+        )
+        yield self._gauge(
             "cache_config_info",
             "Shape of the device pool.",
             1,

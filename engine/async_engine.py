@@ -516,6 +516,7 @@ class AsyncEngine:
         stats.transcript_dropped = transcripts.dropped
         stats.transcript_entries = transcripts.entries
         stats.transcript_bytes = transcripts.bytes
+        stats.transcript_pending = transcripts.pending
         return stats
 
 

@@ -39,6 +39,7 @@ class EngineStats:
     transcript_dropped: int = 0  # transcripts found to be of no use
     transcript_entries: int = 0
     transcript_bytes: int = 0  # of all records kept beside the KV
+    transcript_pending: int = 0  # records on their way to the disk tier's directory
     failed_steps: int = 0
     failed_checks: int = 0  # idle-time conservation checks that did not add up
     tiers: dict[str, TierStats] = field(default_factory=dict)

@@ -72,6 +72,7 @@ class TranscriptStats:
     dropped: int = 0  # entries whose ids did not spell their text
     entries: int = 0
     bytes: int = 0
+    pending: int = 0  # records on their way to the file
 
 
 class _Match(NamedTuple):
@@ -271,18 +272,19 @@ class Transcripts:
             return self._store.clear()
 
     def stats(self) -> TranscriptStats:
-        """A copy; bytes are those of the whole side store."""
+        """A copy; bytes and pending are those of the whole side store."""
         with self._lock:
             self._unlist_evicted()
             entries = sum(len(keys) for by in self._keys.values() for keys in by.values())
-            counted = self._stats
+            counted, stored = self._stats, self._store.stats()
             return TranscriptStats(
                 counted.hits,
                 counted.misses,
                 counted.reused_tokens,
                 counted.dropped,
                 entries,
-                self._store.stats().bytes,
+                stored.bytes,
+                stored.pending,
             )
 
     def _list(self, space: bytes, key: bytes) -> None:
