@@ -106,8 +106,7 @@ class AsyncEngine:
         self.transcripts = parts.transcripts
         self.fingerprint = parts.fingerprint.hex()
         self.dead_reason: str | None = None
-        pool_tokens = parts.kv.pool.num_blocks * config.block_size
-        self.max_request_tokens = min(parts.info.max_model_len, pool_tokens)
+        self.max_request_tokens = parts.kv.capacity_tokens(parts.info.max_model_len)
         self._parts = parts
         self._core = parts.core
         self._arrivals: deque[LiveRequest] = deque()
@@ -126,6 +125,7 @@ class AsyncEngine:
         self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         parts.wake.bind(self._wake_from_thread)
+        parts.offload.probe()
         self._closing: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._run(), name="engine-loop")
 
@@ -411,6 +411,9 @@ class AsyncEngine:
         if not self._core.num_live:
             self._check_when_idle()
         timeouts = [] if self._core.offload.idle() else [OFFLOAD_POLL_SECONDS]
+        next_look = self._core.offload.next_look()
+        if next_look is not None:
+            timeouts.append(next_look)
         deadline = self._core.next_deadline()
         if deadline is not None:
             timeouts.append(max(0.0, deadline - time.monotonic()))

@@ -121,8 +121,8 @@ class IdlePrefill:
         if not 0 < num_tokens < self._max_tokens:
             return self._next()
         # One token more than the blocks, so that the match may cover the last of them too.
-        hits = self._core.kv.match(self._request([*token_ids[:num_tokens], 0], root_hash))
-        missing = num_tokens - len(hits) * block_size
+        hit = self._core.kv.match(self._request([*token_ids[:num_tokens], 0], root_hash))
+        missing = num_tokens - hit.num_held * block_size
         if not 0 < missing <= MAX_MISSING_TOKENS:
             return self._next()
         request = self._live = self._request(token_ids[:num_tokens], root_hash)

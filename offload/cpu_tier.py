@@ -7,10 +7,12 @@ import time
 
 from offload.block_index import BlockIndex
 from offload.tier import (
+    BlockHash,
     BlockKey,
     BlockMeta,
     BlockState,
     Entry,
+    Forget,
     Reservation,
     TierOpenError,
     TierUsage,
@@ -28,6 +30,7 @@ class CpuTier:
     """
 
     in_memory = True
+    ttl_seconds = 0.0
 
     def __init__(self, capacity_bytes: int, *, block_bytes: int, name: str = "cpu") -> None:
         num_slots = capacity_bytes // block_bytes
@@ -65,6 +68,9 @@ class CpuTier:
     def meta(self, key: BlockKey) -> BlockMeta | None:
         return self._index.get(key).meta
 
+    def children(self, parent_hash: BlockHash) -> list[BlockKey]:
+        return self._index.children(parent_hash)
+
     def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
         if self._index.state(key) is not BlockState.ABSENT:
             raise ValueError(f"a save of a block that is {self._index.state(key).value}")
@@ -78,13 +84,15 @@ class CpuTier:
             self._evicted += 1
             evicted = (victim,)
         entry = Entry(key, self._block_bytes, meta, slot=self._free.pop())
+        if meta is not None:
+            entry.root_tag, entry.parent_tag = meta.root_tag, meta.parent_tag
         self._index.begin_save(entry)
         self._num_saving += 1
         return Reservation(entry, self._epoch, evicted)
 
     def settle(self, reservation: Reservation, result: WriteResult) -> bool:
         entry = reservation.entry
-        if reservation.epoch != self._epoch:
+        if not self._index.owns(entry):  # dropped meanwhile
             self._num_dead -= 1
             self._release(entry)
             return False
@@ -93,7 +101,9 @@ class CpuTier:
             self._index.forget(entry)
             self._release(entry)
             return False
-        entry.meta = result.meta or entry.meta
+        entry.meta = meta = result.meta or entry.meta
+        if meta is not None:
+            entry.root_tag, entry.parent_tag = meta.root_tag, meta.parent_tag
         entry.recency = time.time()
         self._index.publish(entry)
         return True
@@ -131,6 +141,17 @@ class CpuTier:
         self._epoch += 1
         return len(held)
 
+    def drop(self, where: Forget) -> int:
+        held, saving = self._index.drop(where)
+        for entry in held:
+            self._bury(entry)
+        self._num_dead += len(saving)
+        self._num_saving -= len(saving)
+        return len(held)
+
+    def held(self, where: Forget | None = None) -> list[BlockKey]:
+        return self._index.held(where)
+
     def slot(self, entry: Entry) -> memoryview:
         assert entry.slot is not None
         start = entry.slot * self._block_bytes
@@ -166,13 +187,20 @@ class CpuTier:
         into[:] = self.slot(entry)
         return entry.meta
 
-    def remove(self, key: BlockKey, epoch: int) -> WriteResult:
+    def read_meta(self, key: BlockKey) -> BlockMeta | None:
+        entry = self._index.find(key)
+        return None if entry is None else entry.meta
+
+    def remove(self, entry: Entry, epoch: int) -> WriteResult:
         raise ValueError("memory has nothing to remove")
 
     def survey(self, request: object) -> None:
         raise ValueError("memory is not surveyed")
 
     def wipe(self) -> None:
+        """Memory is as durable as it gets."""
+
+    def erase(self, where: Forget) -> None:
         """Memory is as durable as it gets."""
 
     def sync(self) -> None:

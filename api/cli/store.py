@@ -18,6 +18,7 @@ from offload import side_store
 from offload.block_file import BlockCorruptError
 from offload.store_audit import audit
 from offload.store_scan import (
+    SIDE_SUFFIX,
     Kind,
     StoreFile,
     open_directory,
@@ -55,12 +56,12 @@ def store_ls(directory: Path, *, fingerprint: str | None = None) -> int:
         blocks.sort(key=lambda file: file.mtime)
         rows = []
         for file in blocks:
-            assert file.key is not None
+            assert file.block is not None
             rows.append(
                 (
                     (file.fingerprint or "")[:12],
-                    file.key.block_hash.hex(),
-                    str(file.key.group),
+                    file.block.key.block_hash.hex(),
+                    str(file.block.key.group),
                     _size(file.physical_bytes),
                     _when(file.mtime),
                 )
@@ -91,10 +92,10 @@ def store_stat(directory: Path) -> int:
         _print_table(("FINGERPRINT", "BLOCKS", "SIZE", "OLDEST USE", "LAST USE"), rows)
         print()
         names = {
+            Kind.OUTDATED: "blocks of older formats",
+            Kind.SIDE: "side records",
             Kind.TEMPORARY: "temporary files",
             Kind.TRASH: "reset leftovers",
-            Kind.SIDE: "side stores",
-            Kind.BAD_SIDE: "damaged side stores",
             Kind.FOREIGN: "foreign files",
             Kind.DIRECTORY: "directories",
         }
@@ -115,7 +116,7 @@ def store_verify(directory: Path) -> int:
         num_good = 0
         bad = []
         for file in scan(dir_fd):
-            if file.kind is Kind.SIDE and file.path.endswith(".side"):
+            if file.kind is Kind.SIDE and file.path.endswith(SIDE_SUFFIX):
                 problem = side_store.problem(directory / file.path)
             elif file.kind is Kind.BLOCK:
                 problem = _problem(dir_fd, file)
@@ -144,8 +145,8 @@ def store_gc(
     """Remove dead writers' temporary files, what resets left, and damaged or other-format records.
 
     With `keep_fingerprint`, also the blocks of all other fingerprints (full hex or a beginning);
-    with `max_age`, also blocks not used for that many seconds. The side store of a fingerprint goes
-    with its blocks. Files that are no part of a store stay. `dry_run` only says what would go.
+    with `max_age`, also blocks not used for that many seconds. Files that are no part of a store
+    stay. `dry_run` only says what would go.
     """
 
     def run(dir_fd: int) -> int:
@@ -180,14 +181,19 @@ def _condemned(
             yield file, "temporary, if its writer is dead"
         elif file.kind is Kind.TRASH and "/" not in file.path:
             yield file, "left by a reset"
-        elif file.kind is Kind.BAD_SIDE:
-            yield file, "damaged side store"
-        elif file.kind in (Kind.BLOCK, Kind.SIDE):
+        elif file.kind is Kind.OUTDATED:
+            yield file, "older format"
+        elif file.kind is Kind.SIDE:
+            if keep_fingerprint and not (file.fingerprint or "").startswith(
+                tuple(keep_fingerprint)
+            ):
+                yield file, "other fingerprint"
+            elif file.path.endswith(side_store.SET_ASIDE_SUFFIX):
+                yield file, "set aside as damaged"
+        elif file.kind is Kind.BLOCK:
             name = file.fingerprint or ""
             if keep_fingerprint and not any(name.startswith(kept) for kept in keep_fingerprint):
                 yield file, "other fingerprint"
-            elif file.kind is Kind.SIDE:
-                continue
             elif max_age is not None and now - file.mtime > max_age:
                 yield file, f"not used for {_duration(now - file.mtime)}"
             elif problem := _problem(dir_fd, file):
