@@ -44,12 +44,32 @@ TREES = ("engine", "api", "offload", "tests", "docs", "benchmarks")
 FILES = ("pyproject.toml", "README.md", "Makefile")
 
 # What the tests import of others, so that a child finds it in memory.
-WARM = """
-torch transformers tokenizers safetensors.torch gguf accelerate numpy jinja2 fastapi uvicorn httpx
-openai orjson prometheus_client cyclopts rich xxhash hypothesis hypothesis.strategies pytest_asyncio
-transformers.masking_utils transformers.integrations.sdpa_attention
-transformers.models.llama.modeling_llama transformers.models.gemma3.modeling_gemma3
-""".split()
+WARM = [
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors.torch",
+    "gguf",
+    "accelerate",
+    "numpy",
+    "jinja2",
+    "fastapi",
+    "uvicorn",
+    "httpx",
+    "openai",
+    "orjson",
+    "prometheus_client",
+    "cyclopts",
+    "rich",
+    "xxhash",
+    "hypothesis",
+    "hypothesis.strategies",
+    "pytest_asyncio",
+    "transformers.masking_utils",
+    "transformers.integrations.sdpa_attention",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gemma3.modeling_gemma3",
+]
 
 UNMUTATED_SECONDS = 400.0
 MUTATION_SECONDS = 90.0
@@ -268,7 +288,9 @@ def verdict(mutation: Mutation, run: Run) -> tuple[bool, str]:
         outcomes = matching(run.result["outcomes"], test)
         failed = [node for node, outcome in outcomes.items() if outcome == "failed"]
         if not failed:
-            reasons = [run.result["reasons"].get(node, outcome) for node, outcome in outcomes.items()]
+            reasons = [
+                run.result["reasons"].get(node, outcome) for node, outcome in outcomes.items()
+            ]
             return False, f"{test} did not fail: {reasons or 'no such test'}"
         how.append(run.result["reasons"][failed[0]])
     return True, how[0]
@@ -331,8 +353,7 @@ def _run(
     faults: list[str] = []
     shards = _shards(sorted({test for mutation in mutations for test in mutation.tests}), jobs)
     runs = [
-        Run(f"unmutated-{number}", tests, UNMUTATED_SECONDS)
-        for number, tests in enumerate(shards)
+        Run(f"unmutated-{number}", tests, UNMUTATED_SECONDS) for number, tests in enumerate(shards)
     ]
     server.run_all(runs, lambda run: faults.extend(faults_of_unmutated(run)))
     if faults:
@@ -348,15 +369,14 @@ def _run(
     def judge(run: Run) -> None:
         caught, how = verdict(by_id[run.name], run)
         line = " ".join(how.split())
-        print(f"{'caught  ' if caught else 'SURVIVED'} {run.seconds:5.1f} s  {run.name:34} {line[:110]}")
+        word = "caught  " if caught else "SURVIVED"
+        print(f"{word} {run.seconds:5.1f} s  {run.name:34} {line[:110]}")
         if not caught:
             survivors.append(run.name)
             print(f"    {how}\n{run.log if verbose else ''}")
         sys.stdout.flush()
 
-    server.run_all(
-        [Run(m.id, m.tests, MUTATION_SECONDS, changes[m.id]) for m in mutations], judge
-    )
+    server.run_all([Run(m.id, m.tests, MUTATION_SECONDS, changes[m.id]) for m in mutations], judge)
     seconds = time.monotonic() - started
     print(f"{len(mutations) - len(survivors)} of {len(mutations)} caught in {seconds:.0f} s")
     if survivors:
