@@ -67,7 +67,7 @@ class Watched:
 
 @contextlib.asynccontextmanager
 async def watched_engine(model: Path, cache_dir: Path, **overrides: Any) -> AsyncIterator[Watched]:
-    settings = {"kv_blocks": 256, "cpu_tier": 64 << 20, **overrides}
+    settings = {"kv_blocks": 256, "cpu_tier": 4 << 20, **overrides}
     async with running_engine(model, cache_dir, **settings) as engine:
         watched = Watched(engine)
         offload = engine._core.offload
