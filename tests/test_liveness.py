@@ -263,9 +263,9 @@ async def test_nothing_is_hashed_or_published_twice(
 ) -> None:
     """What offload adds to a step is work on its new blocks alone, however long the history."""
     num_hashed = num_registered = 0
-    from engine import kv_cache_manager
+    from engine import block_chain
 
-    plain_hash = kv_cache_manager.block_hash
+    plain_hash = block_chain.block_hash
 
     def counting_hash(*arguments: Any) -> Any:
         nonlocal num_hashed
@@ -282,7 +282,7 @@ async def test_nothing_is_hashed_or_published_twice(
             return plain_register(*arguments)
 
         pool.register = counting_register  # type: ignore[method-assign]
-        monkeypatch.setattr(kv_cache_manager, "block_hash", counting_hash)
+        monkeypatch.setattr(block_chain, "block_hash", counting_hash)
         await ask(engine, PROMPT, greedy(60))
         num_blocks = (len(PROMPT) + 60 - 1) // 4
         assert (num_hashed, num_registered) == (num_blocks, num_blocks)

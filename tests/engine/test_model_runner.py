@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.kv_cache import KVCache
+from engine.kv_groups import KVGroup
 from engine.kv_layout import KVLayout
 from engine.model_runner import ModelRunner
 from engine.step import SequenceInput, StepInput, StepOutput
@@ -25,7 +26,7 @@ class Pool:
     def __init__(self) -> None:
         self.kv = KVCache(2, LAYOUT)
         self.kv.pool.fill_(OLD)
-        self.runner = ModelRunner(torch.nn.Identity(), self.kv, None, vocab_size=8)
+        self.runner = ModelRunner(torch.nn.Identity(), self.kv, None, 8, [KVGroup(0, None, (0,))])
         self.seen_by_pass: list[int] = []
         self.runner._forward = self.forward  # type: ignore[method-assign]
 
@@ -35,7 +36,7 @@ class Pool:
         return StepOutput()
 
     def execute(self, **fields: Any) -> StepOutput:
-        row = SequenceInput(token_ids=[1], start=0, block_table=[0], sample_rows=[])
+        row = SequenceInput(token_ids=[1], start=0, block_tables=[[0]], sample_rows=[])
         return self.runner.execute(StepInput(sequences=[row], **fields))
 
 
