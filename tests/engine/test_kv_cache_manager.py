@@ -121,6 +121,17 @@ def test_a_reset_keeps_running_requests_out_of_the_map() -> None:
     assert scheduler.kv.match(make_request([*prompt, 5])).sources[0] == DEVICE
 
 
+def test_a_reset_bars_what_the_step_in_flight_is_computing() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    prompt = list(range(16))
+    scheduler.add(make_request(prompt, max_tokens=2))
+    run_pass(scheduler, scheduler.schedule())
+    plan = scheduler.schedule()  # positions 8 to 15 are on the device's stream
+    scheduler.kv.reset(scheduler.live())
+    run_pass(scheduler, plan)
+    assert scheduler.kv.pool.num_cached == 0
+
+
 def test_what_is_recomputed_after_a_reset_is_cached_again() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=32)
     request = make_request(list(range(16)), max_tokens=6)
