@@ -119,6 +119,7 @@ class AsyncEngine:
         self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         parts.wake.bind(self._wake_from_thread)
+        parts.offload.probe()
         self._closing: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._run(), name="engine-loop")
 
