@@ -79,7 +79,7 @@ async def test_a_bad_block_in_mid_prefix_shortens_the_hit(
             victim.write_bytes(victim.read_bytes()[:-100])
         elif damage == "flip":
             content = bytearray(victim.read_bytes())
-            content[len(content) // 2] ^= 4
+            content[-100] ^= 4  # of the payload
             victim.write_bytes(content)
         else:
             victim.unlink()

@@ -34,6 +34,7 @@ from tests.running_engine import (
 
 BLOCK_SIZE = 4
 PROMPT = [3 + (17 * i) % 370 for i in range(42)]  # ten blocks and two tokens
+PATIENCE = 10  # seconds for what takes a few milliseconds
 DRAFTERS = ["off", "tests.drafters:AlwaysWrongDrafter", "tests.drafters:RandomAcceptanceDrafter"]
 
 
@@ -141,7 +142,8 @@ async def test_a_finished_request_is_stored_once_up_to_its_committed_length(
                 ends["stop string"] = seeded(20, stop=(piece,))
             for end, params in ends.items():
                 salt = f"{end} {count}"
-                answer = await ask(engine, PROMPT, params, cache_salt=salt)
+                async with asyncio.timeout(PATIENCE):
+                    answer = await ask(engine, PROMPT, params, cache_salt=salt)
                 assert answer.token_ids == truth[:count], end
                 tokens = PROMPT + answer.token_ids
                 await watched.assert_stored(tokens, salt, (len(tokens) - 1) // BLOCK_SIZE)

@@ -132,6 +132,7 @@ def test_requests_that_want_one_block_share_one_load() -> None:
     assert loading.num_references == 4  # each request's, and the load's
     loading.hand_out()
     assert loading.loads.loaded(1) == loading.requests
+    assert [request.pending_loads for request in loading.requests] == [{}, {}, {}]
     assert loading.num_references == 3
 
 

@@ -23,6 +23,7 @@ import json
 import os
 import py_compile
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -378,7 +379,11 @@ def _run(
 
     server.run_all([Run(m.id, m.tests, MUTATION_SECONDS, changes[m.id]) for m in mutations], judge)
     seconds = time.monotonic() - started
-    print(f"{len(mutations) - len(survivors)} of {len(mutations)} caught in {seconds:.0f} s")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"{len(mutations) - len(survivors)} of {len(mutations)} caught in {seconds:.0f} s,"
+        f" {used.ru_utime + used.ru_stime:.0f} s of processor time"
+    )
     if survivors:
         print(f"survivors: {' '.join(survivors)}")
     return 1 if survivors else 0
