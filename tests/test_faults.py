@@ -209,6 +209,20 @@ async def test_a_full_disk_stores_nothing_and_saving_resumes(
             assert (await ask(engine, prompt)).cached.disk == 10 * BLOCK_SIZE
 
 
+async def test_closing_saves_what_could_not_be_saved_before(
+    tiny_llama: Path, kernel_cache: Path, tmp_path: Path, disk: list[FaultyTier]
+) -> None:
+    store = tmp_path / "kv"
+    async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
+        disk[0].faults["write"] = OSError(errno.ENOSPC, "planted")
+        await ask(engine, PROMPT)
+        await saves_done(engine)
+        assert engine.stats().tiers["disk"].blocks == 0
+        disk[0].faults.clear()
+    async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
+        assert (await ask(engine, PROMPT)).cached.disk == 10 * BLOCK_SIZE
+
+
 async def test_saves_finish_while_the_engine_is_idle(
     tiny_llama: Path, kernel_cache: Path, tmp_path: Path
 ) -> None:
