@@ -80,7 +80,8 @@ async def test_a_bad_block_in_mid_prefix_shortens_the_hit(
         elif damage == "flip":
             content = bytearray(victim.read_bytes())
             content[-100] ^= 4  # of the payload
-            victim.write_bytes(content)
+            (tmp_path / "damaged").write_bytes(content)
+            (tmp_path / "damaged").replace(victim)  # never seen half written
         else:
             victim.unlink()
         answer = await ask(engine, PROMPT, greedy(5))

@@ -318,7 +318,8 @@ async def test_one_long_prompt_twice_on_a_cold_tier(
     (prompt,) = prompts_of(1, 161)
     async with running_engine(tiny_llama, kernel_cache, **on_disk(tmp_path)) as engine:
         expected = await ask(engine, prompt, greedy(3))
-    async with running_engine(tiny_llama, kernel_cache, **on_disk(tmp_path)) as engine:
+    settings = on_disk(tmp_path, kv_blocks=128)  # room for both, shared or not
+    async with running_engine(tiny_llama, kernel_cache, **settings) as engine:
         first = asyncio.create_task(ask(engine, prompt, greedy(3)))
         await asyncio.sleep(apart)
         second = await ask(engine, prompt, greedy(3))
