@@ -24,7 +24,7 @@ from engine.drafter import DraftContext
 from engine.kv_cache_manager import KVCacheManager
 from engine.load_policy import LoadChooser
 from engine.outputs import FinishReason, RequestOutput
-from engine.request import Request, RequestState, committed_len
+from engine.request import Request, RequestState
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
 from engine.step import StepInput, StepOutput
@@ -202,8 +202,8 @@ class Told:
     salt: str | None
     resets_before: int
     events: list[RequestOutput] = field(default_factory=list)
-    resets_at_end: int = 0
     evictions_at_end: int = 0
+    num_steps_at_end: int = 0
     committed: int = 0  # positions that a replay finds while nothing is evicted
 
     @property
@@ -232,6 +232,7 @@ class GhostEngine:
         # reported as durable binds only this one.
         self.oldest = self.oldest_after_restart = 0
         self.num_arrivals = 0
+        self.num_steps = 0
         self.num_rotten = 0  # stored blocks damaged by the script
         self.tasks: set[asyncio.Task[Any]] = set()
         self._plan: list[ScheduledRequest] = []
@@ -244,6 +245,7 @@ class GhostEngine:
         ScriptedThreads.queue = self.jobs
         self.device = GhostDevice(self.truth, shape.num_blocks, shape.windows)
         self.device.age = age
+        self.num_steps_alive = 0
         self.executor = InlineExecutor()
         self.drafter = GhostDrafter(self.truth)
         self.offload = OffloadManager(
@@ -353,8 +355,8 @@ class GhostEngine:
 
     def _ended(self, told: Told) -> None:
         request = told.request
-        told.resets_at_end = self.num_resets
         told.evictions_at_end = self.kv.pool.num_evicted
+        told.num_steps_at_end = self.num_steps
         num_cached, num_prompt = request.cached.total, request.num_prompt_tokens
         assert num_cached % self.shape.block_size == 0
         assert num_cached <= (num_prompt - 1) // self.shape.block_size * self.shape.block_size
@@ -363,7 +365,9 @@ class GhostEngine:
         drawn = [self.truth.next_token(digest) for digest in digests[num_prompt - 1 : -1]]
         assert told.tokens[num_prompt:] == drawn, "not what the target says"
         if told.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            told.committed = max(num_prompt, request.num_tokens - 1)
+            told.committed = _final(request)
+            self.truth.learn(request)
+            self.truth.commit(request, told.committed)
             if request.wants_prompt_logprobs:
                 told_logprobs = [
                     entry and entry.token_id
@@ -374,7 +378,7 @@ class GhostEngine:
 
     def abort(self, request: Request) -> None:
         told = self.told[request.request_id]
-        told.committed = committed_len(request)
+        told.committed = min(request.num_computed_tokens, _final(request))
         self.core.abort(request.request_id)
         assert told.reason is FinishReason.ABORT
         self.check()
@@ -383,13 +387,18 @@ class GhostEngine:
         self, num_drafts: int = 0, is_wrong: Callable[[int], bool] = lambda position: False
     ) -> bool:
         """One round of the core, and every law after it."""
+        self.num_steps += 1
+        self.num_steps_alive += 1
         self.drafter.num_drafts, self.drafter.is_wrong = num_drafts, is_wrong
         did_something = self.loop.run_until_complete(self.core.step())
         for work in self.executor.meanwhile:  # there was nothing to compute
             self._spawn(work)
         self.executor.meanwhile.clear()
         for scheduled in self._plan:
-            self.truth.learn(scheduled.request)
+            request = scheduled.request
+            self.truth.learn(request)
+            if request.state is RequestState.RUNNING:
+                self.truth.commit(request, min(request.num_computed_tokens, _final(request)))
         self.check()
         return did_something
 
@@ -528,6 +537,7 @@ class GhostEngine:
         for key, block_id in self.kv.pool._cached.items():
             block = self.device.memory[block_id]
             assert digest_parts(block) == self.truth.content(key), "cached under a wrong key"
+            assert key.block_hash in self.truth.committed, "cached beyond the committed length"
             assert min(ages(block)) >= self.oldest, "a reset did not reach a cached block"
 
     def _check_memory_tier(self) -> None:
@@ -566,6 +576,11 @@ class GhostEngine:
             finally:
                 self.disk.unpin(entry)
             assert min(ages(into)) >= self.oldest, "a reset did not reach a block on disk"
+
+
+def _final(request: Request) -> int:
+    """Positions whose token is final and was, or will be, an input."""
+    return request.num_tokens - 1 if request.num_output_tokens else request.num_prompt_tokens
 
 
 EIO = OSError(errno.EIO, "planted")

@@ -40,6 +40,7 @@ class Truth:
         self._slots: dict[tuple[int, bytes], bytes] = {}
         self._named: dict[BlockHash, tuple[BlockMeta, tuple[bytes, ...]]] = {}
         self._origins: dict[str, bytes] = {}
+        self.committed: set[BlockHash] = set()  # what some request was entitled to keep
         self._learnt: dict[tuple[BlockHash, tuple[int, ...]], BlockHash] = {}
 
     def digests(self, request: Request, token_ids: Sequence[int]) -> list[bytes]:
@@ -85,6 +86,13 @@ class Truth:
             named = self._named.setdefault(known, (BlockMeta(parent, tokens), contents))
             assert named[1] == contents, "one key names two contents"
             parent = known
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` of the request is computed and final."""
+        parent = request.root_hash
+        for end in range(self.block_size, num_tokens + 1, self.block_size):
+            parent = self._learnt[parent, tuple(request.token_ids[end - self.block_size : end])]
+            self.committed.add(parent)
 
     def _contents(self, digests: Sequence[bytes]) -> tuple[bytes, ...]:
         groups = range(self.num_groups)

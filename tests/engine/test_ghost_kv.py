@@ -32,6 +32,7 @@ from tests.engine.ghost_kv import VOCAB_SIZE
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 SALTS = st.sampled_from([None, None, None, "a", "b"])
+TIERS = st.sampled_from(["all", "all", "all", "device", "below"])
 FAULTS = st.sampled_from([None, None, None, EIO, ENOSPC, RuntimeError("bug")])
 
 SHAPES = st.builds(
@@ -79,7 +80,7 @@ class GhostMachine(RuleBasedStateMachine):
     @rule(
         stem=st.integers(0, 1 << 16),
         keep=st.integers(0, 40),
-        tail=st.lists(TOKENS, min_size=1, max_size=9),
+        tail=st.lists(TOKENS, max_size=9),
         max_tokens=st.integers(0, 12),
         salt=SALTS,
         priority=st.sampled_from([0, 0, 0, -1, 1]),
@@ -99,7 +100,7 @@ class GhostMachine(RuleBasedStateMachine):
     ) -> None:
         """A prompt that begins as an older conversation does."""
         past = self.past[stem % len(self.past)].tokens if self.past else []
-        prompt = [*past[:keep], *tail]
+        prompt = [*past[:keep], *tail] or [0]
         pool_tokens = self.running.shape.num_blocks * self.running.shape.block_size
         prompt = prompt[-pool_tokens + 1 :]
         told = self.running.arrive(
@@ -124,12 +125,14 @@ class GhostMachine(RuleBasedStateMachine):
     def step(self, num_drafts: int, wrong: int) -> None:
         self.running.step(num_drafts, lambda position: bool(wrong >> position % 3 & 1))
 
-    @rule(count=st.integers(2, 6))
-    def steps(self, count: int) -> None:
+    @rule(count=st.integers(2, 4), num_jobs=st.integers(0, 3))
+    def steps(self, count: int, num_jobs: int) -> None:
         for _ in range(count):
             self.running.step(2, lambda position: position % 3 == 0)
+            for _ in range(min(num_jobs, len(self.running.jobs))):
+                self.running.run_job(0)
 
-    @precondition(lambda self: self.running.core._num_failed_steps < 2)
+    @precondition(lambda self: self.running.core._num_failed_steps < 2 and self.running.live)
     @rule()
     def failing_pass(self) -> None:
         self.running.fail_pass()
@@ -149,12 +152,13 @@ class GhostMachine(RuleBasedStateMachine):
         if steps:
             self.running.step()
 
+    @precondition(lambda self: self.running.scheduler.loading)
     @rule()
     def loads_are_late(self) -> None:
         self.running.expire_loads()
         self.running.step()
 
-    @precondition(lambda self: self.running.disk is not None)
+    @precondition(lambda self: self.running.disk is not None and self.running.disk.present())
     @rule(which=st.integers(0, 1 << 16), at=st.integers(0, 1 << 16))
     def rot(self, which: int, at: int) -> None:
         """A bit of a stored block flips."""
@@ -162,24 +166,35 @@ class GhostMachine(RuleBasedStateMachine):
 
     # --- operators --------------------------------------------------------------------------
 
-    @rule(tiers=st.sampled_from(["all", "all", "device", "below"]), during_pass=st.booleans())
-    def reset(self, tiers: str, during_pass: bool) -> None:
-        names = self.running.tier_names()
-        chosen = {"all": names, "device": {"device"}, "below": names - {"device"}}[tiers]
-        self.running.reset(sorted(chosen), during_pass=during_pass)
-        if during_pass:
-            self.running.step()
+    @precondition(lambda self: self.running.live or self.running.jobs)
+    @rule(tiers=TIERS)
+    def reset(self, tiers: str) -> None:
+        self.running.reset(self._tiers(tiers))
 
+    @precondition(lambda self: self.running.live)
+    @rule(tiers=TIERS, jobs_first=st.booleans())
+    def reset_during_pass(self, tiers: str, jobs_first: bool) -> None:
+        if jobs_first:
+            for _ in range(len(self.running.jobs)):
+                self.running.run_job(0)
+        self.running.reset(self._tiers(tiers), during_pass=True)
+        self.running.step()
+
+    def _tiers(self, tiers: str) -> list[str]:
+        names = self.running.tier_names()
+        return sorted({"all": names, "device": {"device"}, "below": names - {"device"}}[tiers])
+
+    @precondition(lambda self: len(self.running.tasks) < 2)
     @rule()
     def flush(self) -> None:
         self.running.flush()
 
+    @precondition(lambda self: self.running.num_steps_alive > 15)
     @rule()
     def kill_and_restart(self) -> None:
         self.running.restart()
         self.past = [told for told in self.past if told.reason is not None]
 
-    @rule()
     def rest(self) -> None:
         """Everything comes to an end, and nothing is held."""
         self.running.settle()
@@ -189,7 +204,7 @@ class GhostMachine(RuleBasedStateMachine):
         assert all(stats.pinned_blocks == 0 for stats in self.running.offload.stats().values())
         self.running.check_disk()
 
-    @precondition(lambda self: self.past and not self.running.live)
+    @precondition(lambda self: self.past and len(self.running.live) < 2)
     @rule()
     def replay_the_last(self) -> None:
         """A finished conversation is found as far as it was committed.
@@ -197,8 +212,9 @@ class GhostMachine(RuleBasedStateMachine):
         Others may have gone on from its tokens, so more may be found; that it is right is checked
         where it lies.
         """
-        told = self.past[-1]
         engine = self.running
+        self.rest()
+        told = max(self.past, key=lambda told: told.num_steps_at_end)
         size, num_blocks = engine.shape.block_size, engine.shape.num_blocks
         untouched = told.evictions_at_end == engine.kv.pool.num_evicted
         if told.resets_before != engine.num_resets or not untouched:
