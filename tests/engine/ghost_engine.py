@@ -474,7 +474,9 @@ class GhostEngine:
             did_something = self.step()
             self.loop.run_until_complete(asyncio.sleep(0))
             tasks_left = [task for task in self.tasks if not task.done()]
-            if not (did_something or self.jobs or self.live or tasks_left or self.executor.meanwhile):
+            if not (
+                did_something or self.jobs or self.live or tasks_left or self.executor.meanwhile
+            ):
                 if self.offload.idle():
                     break
         else:

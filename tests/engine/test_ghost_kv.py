@@ -31,7 +31,7 @@ from tests.engine.ghost_engine import EIO, ENOSPC, GhostEngine, Shape, Told, pat
 from tests.engine.ghost_kv import VOCAB_SIZE
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
-SALTS = st.sampled_from([None, None, None, "a", "b"])
+SALTS = st.sampled_from(["own", "own", "own", "none", "a", "b"])
 TIERS = st.sampled_from(["all", "all", "all", "device", "below"])
 FAULTS = st.sampled_from([None, None, None, EIO, ENOSPC, RuntimeError("bug")])
 
@@ -81,6 +81,7 @@ class GhostMachine(RuleBasedStateMachine):
         stem=st.integers(0, 1 << 16),
         keep=st.integers(0, 40),
         tail=st.lists(TOKENS, max_size=9),
+        aligned=st.booleans(),
         max_tokens=st.integers(0, 12),
         salt=SALTS,
         priority=st.sampled_from([0, 0, 0, -1, 1]),
@@ -92,21 +93,28 @@ class GhostMachine(RuleBasedStateMachine):
         stem: int,
         keep: int,
         tail: list[int],
+        aligned: bool,
         max_tokens: int,
-        salt: str | None,
+        salt: str,
         priority: int,
         may_stop: bool,
         prompt_logprobs: bool,
     ) -> None:
-        """A prompt that begins as an older conversation does."""
-        past = self.past[stem % len(self.past)].tokens if self.past else []
-        prompt = [*past[:keep], *tail] or [0]
-        pool_tokens = self.running.shape.num_blocks * self.running.shape.block_size
+        """A prompt that begins as an older conversation does, or ends where one of its blocks does."""
+        prompt, own_salt = tail or [0], None
+        size = self.running.shape.block_size
+        if self.past:
+            past = self.past[stem % len(self.past)]
+            own_salt = past.salt
+            kept = past.tokens[:keep]
+            aligned_to = len(kept) // size * size
+            prompt = kept[:aligned_to] if aligned and aligned_to else [*kept, *prompt]
+        pool_tokens = self.running.shape.num_blocks * size
         prompt = prompt[-pool_tokens + 1 :]
         told = self.running.arrive(
             prompt,
             min(max_tokens, pool_tokens - len(prompt)),
-            salt=salt,
+            salt={"own": own_salt, "none": None}.get(salt, salt),
             priority=priority,
             may_stop=may_stop,
             prompt_logprobs=prompt_logprobs,
@@ -239,7 +247,9 @@ def run(max_examples: int, steps: int, derandomize: bool) -> None:
             derandomize=derandomize,
             suppress_health_check=list(HealthCheck),
             database=None,
-            phases=[Phase.generate] if os.environ.get('NOSHRINK') else [Phase.generate, Phase.shrink],
+            phases=[Phase.generate]
+            if os.environ.get("NOSHRINK")
+            else [Phase.generate, Phase.shrink],
         ),
     )
 
