@@ -103,8 +103,7 @@ class AsyncEngine:
         self.tokenizer = parts.tokenizer
         self.fingerprint = parts.fingerprint.hex()
         self.dead_reason: str | None = None
-        pool_tokens = parts.kv.pool.num_blocks * config.block_size
-        self.max_request_tokens = min(parts.info.max_model_len, pool_tokens)
+        self.max_request_tokens = parts.kv.capacity_tokens(parts.info.max_model_len)
         self._parts = parts
         self._core = parts.core
         self._arrivals: deque[LiveRequest] = deque()
@@ -120,6 +119,7 @@ class AsyncEngine:
         self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         parts.wake.bind(self._wake_from_thread)
+        parts.offload.probe()
         self._closing: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._run(), name="engine-loop")
 
