@@ -22,8 +22,10 @@ from engine.block_hash import root_hash
 from engine.core import EngineCore, LiveRequest
 from engine.drafter import DraftContext
 from engine.kv_cache_manager import KVCacheManager
-from engine.load_policy import LoadChooser
+from engine.kv_groups import KVGroup
+from engine.load_policy import LoadChooser, LoadPlan
 from engine.outputs import FinishReason, RequestOutput
+from engine.prefix_match import PrefixHit
 from engine.request import Request, RequestState
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
@@ -127,12 +129,13 @@ class CheckedDisk(DiskTier):
     def write(self, reservation: Reservation, meta: BlockMeta, payload: memoryview) -> WriteResult:
         key = reservation.entry.key
         assert digest_parts(payload) == self.truth.content(key), "written under a wrong key"
-        assert (meta.parent_hash, meta.token_ids) == self.truth.meta(key), "a wrong description"
+        assert meta == self.truth.meta(key), "a wrong description"
         return super().write(reservation, meta, payload)
 
     def read(self, entry: Entry, into: memoryview) -> BlockMeta:
         meta = super().read(entry, into)
         assert digest_parts(into) == self.truth.content(entry.key), "a wrong block was verified"
+        assert meta == self.truth.meta(entry.key), "a wrong description was verified"
         return meta
 
 
@@ -231,8 +234,11 @@ class GhostEngine:
         # Ages below these may not be found: in this process, and in the next. A reset that was not
         # reported as durable binds only this one.
         self.oldest = self.oldest_after_restart = 0
+        self.oldest_below = 0  # the same for the newest slot of a block in a tier
         self.num_arrivals = 0
         self.num_steps = 0
+        self.num_recomputed = 0  # blocks that admissions from now on compute beside their loads
+        self.num_faults = 0
         self.num_rotten = 0  # stored blocks damaged by the script
         self.tasks: set[asyncio.Task[Any]] = set()
         self._plan: list[ScheduledRequest] = []
@@ -256,11 +262,14 @@ class GhostEngine:
             survey_seconds=1e9,
         )
         self.kv = KVCacheManager(
-            shape.num_blocks, shape.block_size, self.offload, offload_prompt_only=shape.prompt_only
+            shape.num_blocks,
+            shape.block_size,
+            self.offload,
+            groups=[KVGroup(index, window) for index, window in enumerate(shape.windows)],
+            offload_prompt_only=shape.prompt_only,
         )
-        chooser = LoadChooser("always", shape.block_size, self.offload)
         limits = SchedulerLimits(shape.max_num_seqs, shape.max_num_batched_tokens)
-        self.scheduler = Scheduler(limits, self.kv, chooser.choose)
+        self.scheduler = Scheduler(limits, self.kv, self._plan_loads)
         plain_schedule = self.scheduler.schedule
 
         def schedule() -> list[ScheduledRequest]:
@@ -274,7 +283,7 @@ class GhostEngine:
             offload=self.offload,
             runner=self,  # type: ignore[arg-type]
             torch_thread=self.executor,
-            chooser=chooser,
+            chooser=LoadChooser("always", shape.block_size, self.offload),
             drafter=self.drafter,  # type: ignore[arg-type]
             max_draft_tokens=shape.max_drafts,
             load_deadline=1e9,
@@ -301,13 +310,24 @@ class GhostEngine:
             tiers.append(opened)
         return tiers
 
+    def _plan_loads(self, hit: PrefixHit, num_competing: int) -> LoadPlan:
+        """Recompute `num_recomputed` blocks of what could be loaded, load the rest meanwhile."""
+        return LoadPlan(min(hit.num_device + self.num_recomputed, hit.num_held))
+
     def execute(self, step: StepInput) -> StepOutput:
         """As `ModelRunner.execute`."""
         self.device.copy(step)
+        for copy in step.copies_in:
+            assert min(ages(copy.source)) >= self.oldest, "loaded what a reset had dropped"
         if not step.sequences:
             return StepOutput()
         self._check_private()
         return self.device.forward(step, self._plan)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """What one request may have at most."""
+        return self.kv.capacity_tokens(1 << 10)
 
     # --- what a script can do ---------------------------------------------------------------
 
@@ -404,6 +424,7 @@ class GhostEngine:
 
     def run_job(self, index: int, error: Exception | None = None) -> None:
         threads, job = self.jobs.pop(index % len(self.jobs))
+        self.num_faults += error is not None
         threads.run(job, error)
 
     def rot(self, which: int, at: int) -> None:
@@ -427,22 +448,27 @@ class GhostEngine:
 
     def expire_loads(self) -> None:
         """Every load under way is late."""
-        for request in self.scheduler.loading:
+        for request in self.scheduler.waiting_for_loads():
             request.load_deadline = 0.0
 
     def reset(self, tiers: Sequence[str], *, during_pass: bool = False) -> None:
         """As `AsyncEngine.cache_reset`, from another task; `during_pass` with the next step."""
         if during_pass:
-            self.executor.meanwhile.append(self._reset(tiers))
+            self.executor.meanwhile.append(self._reset(tiers, True))
             return
-        self._spawn(self._reset(tiers))
+        self._spawn(self._reset(tiers, False))
         self.check()
 
-    async def _reset(self, tiers: Sequence[str]) -> None:
+    async def _reset(self, tiers: Sequence[str], during_pass: bool) -> None:
         self.num_resets += 1
-        if set(tiers) == self.tier_names():
+        names = self.tier_names()
+        if names - {"device"} <= set(tiers) and not during_pass:
+            # What was whole by now may not come below again. What a pass is just completing may.
             self.device.age += 1
-            self.oldest = self.device.age
+            self.oldest_below = self.device.age
+        if names == set(tiers):
+            self.device.age += during_pass
+            self.oldest = self.oldest_below = self.device.age
         age = self.oldest
         if "device" in tiers:
             self.kv.reset(self.scheduler.live())
@@ -474,11 +500,9 @@ class GhostEngine:
             did_something = self.step()
             self.loop.run_until_complete(asyncio.sleep(0))
             tasks_left = [task for task in self.tasks if not task.done()]
-            if not (
-                did_something or self.jobs or self.live or tasks_left or self.executor.meanwhile
-            ):
-                if self.offload.idle():
-                    break
+            busy = did_something or self.jobs or self.live or tasks_left
+            if not busy and self.offload.idle():
+                break
         else:
             raise AssertionError("it does not come to rest")
         for task in self.tasks:
@@ -502,7 +526,7 @@ class GhostEngine:
     def restart(self) -> None:
         self.kill()
         self.num_resets += 1  # what was cached is not any more
-        self.oldest = self.oldest_after_restart
+        self.oldest = self.oldest_below = self.oldest_after_restart
         self._build(self.device.age)
         self.check()
 
@@ -551,6 +575,7 @@ class GhostEngine:
             self.cpu.unpin(entry)
             assert digest_parts(block) == self.truth.content(key), "kept under a wrong key"
             assert min(ages(block)) >= self.oldest, "a reset did not reach a block in memory"
+            assert max(ages(block)) >= self.oldest_below, "a reset did not reach a block in memory"
 
     def _check_private(self) -> None:
         """What a pass is about to write, nobody else may read or find."""
@@ -578,6 +603,7 @@ class GhostEngine:
             finally:
                 self.disk.unpin(entry)
             assert min(ages(into)) >= self.oldest, "a reset did not reach a block on disk"
+            assert max(ages(into)) >= self.oldest_below, "a reset did not reach a block on disk"
 
 
 def _final(request: Request) -> int:

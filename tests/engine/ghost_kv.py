@@ -1,8 +1,9 @@
 """Ghost KV: device memory whose slots say which tokens they were computed from.
 
 A forward pass over the ghost device writes, for the row at position p of a sequence, a digest of
-everything that the KV there depends on: model, salt, and the tokens up to and including p. Copies move these bytes through the real tiers, so one comparison tells whether a slot
-holds what its owner, or the key it is filed under, claims.
+everything that the KV there depends on: model, salt, and the tokens up to and including p. Copies
+move these bytes through the real tiers, so one comparison tells whether a slot holds what its
+owner, or the key it is filed under, claims.
 
     slot     digest of (group, model and salt, tokens[0..p]) 8 bytes | age 4 | unused 4
     block    block_size slots
@@ -83,7 +84,9 @@ class Truth:
             known = self._learnt.get((parent, tokens))
             if known is None:
                 known = self._learnt[parent, tokens] = block_hash(parent, tokens)
-            named = self._named.setdefault(known, (BlockMeta(parent, tokens), contents))
+            named = self._named.setdefault(
+                known, (BlockMeta(parent, tokens, request.root_hash), contents)
+            )
             assert named[1] == contents, "one key names two contents"
             parent = known
 
@@ -103,9 +106,9 @@ class Truth:
         assert key.block_hash in self._named, "a key that no sequence ever had"
         return self._named[key.block_hash][1][key.group]
 
-    def meta(self, key: BlockKey) -> tuple[BlockHash, tuple[int, ...]]:
-        meta = self._named[key.block_hash][0]
-        return meta.parent_hash, meta.token_ids
+    def meta(self, key: BlockKey) -> BlockMeta:
+        """What a stored block says of itself."""
+        return self._named[key.block_hash][0]
 
 
 def digest_parts(block: bytes | bytearray | memoryview) -> bytes:
@@ -219,4 +222,4 @@ class GhostDevice:
 
 def tables_of(sequence: SequenceInput) -> list[Sequence[int]]:
     """The block table of each group that the runner is told to use."""
-    return [sequence.block_table]
+    return list(sequence.block_tables)

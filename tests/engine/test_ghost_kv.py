@@ -32,18 +32,19 @@ from tests.engine.ghost_kv import VOCAB_SIZE
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 SALTS = st.sampled_from(["own", "own", "own", "none", "a", "b"])
+LARGE_DISK = 1 << 23  # nothing is evicted
 TIERS = st.sampled_from(["all", "all", "all", "device", "below"])
 FAULTS = st.sampled_from([None, None, None, EIO, ENOSPC, RuntimeError("bug")])
 
 SHAPES = st.builds(
     Shape,
-    num_blocks=st.sampled_from([6, 10, 16]),
+    num_blocks=st.sampled_from([7, 12, 20]),
     block_size=st.sampled_from([2, 4]),
-    windows=st.sampled_from([(None,)]),
+    windows=st.sampled_from([(None,), (None,), (None, 5), (3, None), (6, 2), (4,), (9,)]),
     max_num_seqs=st.sampled_from([2, 4]),
     max_num_batched_tokens=st.sampled_from([5, 12, 40]),
     cpu_blocks=st.sampled_from([0, 2, 5]),
-    disk_bytes=st.sampled_from([0, 160 << 10, 1 << 22]),
+    disk_bytes=st.sampled_from([0, 160 << 10, LARGE_DISK, LARGE_DISK]),
     prompt_only=st.sampled_from([False, False, True]),
 )
 
@@ -57,8 +58,10 @@ class GhostMachine(RuleBasedStateMachine):
         self.engine: GhostEngine | None = None
         self.past: list[Told] = []
 
-    @initialize(shape=SHAPES)
-    def start(self, shape: Shape) -> None:
+    @initialize(shape=SHAPES, sound=st.booleans())
+    def start(self, shape: Shape, sound: bool) -> None:
+        """A `sound` disk never fails, and then what was saved must be found."""
+        self.sound = sound
         self.engine = GhostEngine(shape, self.directory / "kv")
 
     @property
@@ -100,7 +103,7 @@ class GhostMachine(RuleBasedStateMachine):
         may_stop: bool,
         prompt_logprobs: bool,
     ) -> None:
-        """A prompt that begins as an older conversation does, or ends where one of its blocks does."""
+        """A prompt that begins as an older conversation does, perhaps to end with a block of it."""
         prompt, own_salt = tail or [0], None
         size = self.running.shape.block_size
         if self.past:
@@ -109,11 +112,11 @@ class GhostMachine(RuleBasedStateMachine):
             kept = past.tokens[:keep]
             aligned_to = len(kept) // size * size
             prompt = kept[:aligned_to] if aligned and aligned_to else [*kept, *prompt]
-        pool_tokens = self.running.shape.num_blocks * size
-        prompt = prompt[-pool_tokens + 1 :]
+        capacity = self.running.capacity_tokens
+        prompt = prompt[-capacity + 1 :]
         told = self.running.arrive(
             prompt,
-            min(max_tokens, pool_tokens - len(prompt)),
+            min(max_tokens, capacity - len(prompt)),
             salt={"own": own_salt, "none": None}.get(salt, salt),
             priority=priority,
             may_stop=may_stop,
@@ -129,8 +132,9 @@ class GhostMachine(RuleBasedStateMachine):
 
     # --- the engine -------------------------------------------------------------------------
 
-    @rule(num_drafts=st.integers(0, 3), wrong=st.integers(0, 7))
-    def step(self, num_drafts: int, wrong: int) -> None:
+    @rule(num_drafts=st.integers(0, 3), wrong=st.integers(0, 7), num_recomputed=st.integers(0, 3))
+    def step(self, num_drafts: int, wrong: int, num_recomputed: int) -> None:
+        self.running.num_recomputed = num_recomputed
         self.running.step(num_drafts, lambda position: bool(wrong >> position % 3 & 1))
 
     @rule(count=st.integers(2, 4), num_jobs=st.integers(0, 3))
@@ -151,7 +155,7 @@ class GhostMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running.jobs)
     @rule(which=st.integers(0, 1 << 16), fault=FAULTS)
     def io(self, which: int, fault: Exception | None) -> None:
-        self.running.run_job(which, fault)
+        self.running.run_job(which, None if self.sound else fault)
 
     @rule(steps=st.booleans())
     def all_io(self, steps: bool) -> None:
@@ -160,13 +164,13 @@ class GhostMachine(RuleBasedStateMachine):
         if steps:
             self.running.step()
 
-    @precondition(lambda self: self.running.scheduler.loading)
+    @precondition(lambda self: self.running.scheduler.waiting_for_loads())
     @rule()
     def loads_are_late(self) -> None:
         self.running.expire_loads()
         self.running.step()
 
-    @precondition(lambda self: self.running.disk is not None and self.running.disk.present())
+    @precondition(lambda self: not self.sound and self.running.disk and self.running.disk.present())
     @rule(which=st.integers(0, 1 << 16), at=st.integers(0, 1 << 16))
     def rot(self, which: int, at: int) -> None:
         """A bit of a stored block flips."""
@@ -223,18 +227,49 @@ class GhostMachine(RuleBasedStateMachine):
         engine = self.running
         self.rest()
         told = max(self.past, key=lambda told: told.num_steps_at_end)
-        size, num_blocks = engine.shape.block_size, engine.shape.num_blocks
         untouched = told.evictions_at_end == engine.kv.pool.num_evicted
         if told.resets_before != engine.num_resets or not untouched:
             return
-        if told.reason is FinishReason.ERROR or len(told.tokens) + 2 > num_blocks * size:
+        if told.reason is FinishReason.ERROR:
             return
+        if len(told.tokens) + 2 <= engine.capacity_tokens:
+            assert self._replay(told) >= told.committed // engine.shape.block_size
+
+    @precondition(
+        lambda self: (
+            self.sound
+            and self.running.shape.disk_bytes == LARGE_DISK
+            and not self.running.shape.prompt_only
+            and self.past
+        )
+    )
+    @rule(which=st.integers(0, 1 << 16), restart=st.booleans())
+    def replay_from_below(self, which: int, restart: bool) -> None:
+        """What the device has lost is found on disk, as far as it was committed."""
+        engine = self.running
+        self.rest()
+        told = self.past[which % len(self.past)]
+        if told.resets_before != engine.num_resets or told.reason is FinishReason.ERROR:
+            return
+        engine.flush()
+        self.rest()
+        if restart:
+            engine.restart()
+        else:
+            engine.reset(["device"])
+        engine.num_recomputed = 0
+        if len(told.tokens) + 2 <= engine.capacity_tokens:
+            assert self._replay(told) >= told.committed // engine.shape.block_size
+
+    def _replay(self, told: Told) -> int:
+        """Blocks that a request that goes on from the conversation finds."""
+        engine = self.running
         again = engine.arrive([*told.tokens, 0], 1, salt=told.salt)
         self.past.append(again)
         while again.reason is None:
             if not engine.step():
                 engine.run_job(0)
-        assert again.request.cached.total >= told.committed // size * size
+        return again.request.cached.total // engine.shape.block_size
 
 
 def run(max_examples: int, steps: int, derandomize: bool) -> None:
