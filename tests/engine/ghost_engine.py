@@ -142,15 +142,16 @@ class CheckedDisk(DiskTier):
 class InlineExecutor(Executor):
     """Runs each call where it is submitted; what `meanwhile` holds starts during the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: set[asyncio.Task[Any]]) -> None:
         self.meanwhile: list[Coroutine[Any, Any, Any]] = []
+        self._tasks = tasks  # what it starts
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(fn(*args, **kwargs))
         for work in self.meanwhile:
             # Before the caller is told of the result: the loop runs what was made first.
-            asyncio.get_running_loop().create_task(work)
+            self._tasks.add(asyncio.get_running_loop().create_task(work))
         self.meanwhile.clear()
         return future
 
@@ -252,12 +253,12 @@ class GhostEngine:
         self.device = GhostDevice(self.truth, shape.num_blocks, shape.windows)
         self.device.age = age
         self.num_steps_alive = 0
-        self.executor = InlineExecutor()
+        self.executor = InlineExecutor(self.tasks)
         self.drafter = GhostDrafter(self.truth)
         self.offload = OffloadManager(
             self._open_tiers(),
             block_bytes=shape.block_size * SLOT_BYTES,
-            staging_bytes=3 * shape.block_size * SLOT_BYTES,
+            staging_bytes=6 * shape.block_size * SLOT_BYTES,
             write_deadline=1e9,
             survey_seconds=1e9,
         )
@@ -462,8 +463,10 @@ class GhostEngine:
     async def _reset(self, tiers: Sequence[str], during_pass: bool) -> None:
         self.num_resets += 1
         names = self.tier_names()
-        if names - {"device"} <= set(tiers) and not during_pass:
-            # What was whole by now may not come below again. What a pass is just completing may.
+        plain = self.shape.windows == (None,) and not self.shape.prompt_only
+        if names - {"device"} <= set(tiers) and plain and not during_pass:
+            # What was whole by now may not come below again. What a pass is just completing may,
+            # and so may what a later request makes worth storing that was not before.
             self.device.age += 1
             self.oldest_below = self.device.age
         if names == set(tiers):
@@ -512,16 +515,19 @@ class GhostEngine:
 
     def kill(self) -> None:
         """The process is gone: what it held is lost, what it wrote is on disk."""
-        for task in self.tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.sleep(0))
-        self.tasks.clear()
+        self.loop.run_until_complete(self._cancel_tasks())
         for work in self.executor.meanwhile:
             work.close()
         self.jobs.clear()
         self.told = {i: told for i, told in self.told.items() if told.reason is not None}
         if self.disk is not None:
             self.disk.close()
+
+    async def _cancel_tasks(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.tasks.clear()
 
     def restart(self) -> None:
         self.kill()
