@@ -231,8 +231,9 @@ class KVCacheManager:
             for index in self._required(group, end):
                 self._offer(request, group, index, reachable=True)
 
-    def touch(self, request: Request) -> None:
-        """Make the committed chain recent in every tier, its root most of all."""
+    def touch(self, request: Request, again: bool = False) -> None:
+        """Make the committed chain recent in every tier, its root most of all; `again` if the
+        request found it."""
         hashes = request.block_hashes[: request.num_committed_blocks]
         end = request.num_committed_blocks * self.block_size
         windows = {group.index: self._required(group, end) for group in self._windows}
@@ -244,7 +245,8 @@ class KVCacheManager:
                 if group.window is None
                 or index in windows[group.index]
                 or self._is_reachable(request, group, index)
-            ]
+            ],
+            again,
         )
 
     def release(self, request: Request) -> None:

@@ -6,9 +6,12 @@
     settle    SAVING  -> PRESENT | ABSENT
     pin       PRESENT, not evictable           read     bytes from the medium, verified
     unpin
+    keep      PRESENT, not evictable, at length
+    let_go
     condemn   PRESENT -> EVICTING              remove   a block found bad
     removed   EVICTING -> ABSENT
     drop_all  everything -> ABSENT             wipe     the same, durably
+    drop      some chains -> ABSENT            erase    the same, durably
     begin_survey, absorb                       survey   what the medium really holds
 
 Between `reserve` and `settle` a block is invisible and its room is taken; between `pin` and
@@ -17,12 +20,14 @@ Between `reserve` and `settle` a block is invisible and its room is taken; betwe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes, chained from the model fingerprint
+PIN_SHARE = 0.5  # of a tier's capacity, at most: the rest must go on taking new blocks
 TAG_BYTES = 8  # of a root's or a parent's hash: enough to find, the record holds the whole
 
 
@@ -65,8 +70,9 @@ class OffloadError(Exception):
 
     OffloadError
     |-- TierOpenError      the tier cannot be used at all; names path, cause and mend
-    '-- TierFullError      this block cannot fit, whatever finishes or is evicted
-    (and block_file.BlockCorruptError: a stored record that is not what it should be)
+    |-- TierFullError      this block cannot fit, whatever finishes or is evicted
+    |-- RoomTakenError     others have taken the room of this block: evict more and try again
+    '-- block_file.BlockCorruptError    a stored record that is not what it should be
     """
 
 
@@ -76,6 +82,14 @@ class TierOpenError(OffloadError):
 
 class TierFullError(OffloadError):
     """The block has no room even when everything that may be evicted is."""
+
+
+class RoomTakenError(OffloadError):
+    """Other writers on a shared medium have taken the room that a block was to have."""
+
+    def __init__(self, occupied_bytes: int) -> None:
+        super().__init__(f"{occupied_bytes} bytes are occupied by now")
+        self.occupied_bytes = occupied_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +106,9 @@ class Entry:
     state: BlockState = BlockState.SAVING
     root_tag: bytes = b""  # of the root's hash the first TAG_BYTES; empty while unknown
     parent_tag: bytes = b""
+    keeps: int = 0  # pins that last, see `Tier.keep`
+    reused: bool = False  # asked for by a later request, or continuing a chain that was
+    superseded: bool = False  # of a branch that its conversation has left
 
 
 class FoundBlock(NamedTuple):
@@ -102,6 +119,22 @@ class FoundBlock(NamedTuple):
     parent_tag: bytes
     num_bytes: int
     mtime: float
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Which blocks a selective reset is about: whole chains by their root, and single blocks."""
+
+    roots: frozenset[BlockHash] = frozenset()
+    keys: frozenset[BlockKey] = frozenset()
+
+    @cached_property
+    def _root_tags(self) -> frozenset[bytes]:
+        return frozenset(root[:TAG_BYTES] for root in self.roots)
+
+    def matches(self, key: BlockKey, root_tag: bytes) -> bool:
+        """Whether it is about this block."""
+        return key in self.keys or root_tag in self._root_tags
 
 
 class StrangerFile(NamedTuple):
@@ -179,6 +212,10 @@ class Tier(Protocol):
     @property
     def capacity_bytes(self) -> int: ...
     @property
+    def ttl_seconds(self) -> float:
+        """For how long a block is held that nobody uses; 0: for ever."""
+
+    @property
     def in_memory(self) -> bool:
         """Whether blocks are addressable: `slot` then replaces `write` and `read`."""
 
@@ -205,8 +242,20 @@ class Tier(Protocol):
         """Keep a PRESENT block where it is. KeyError if it is not PRESENT."""
 
     def unpin(self, entry: Entry) -> None: ...
-    def touch(self, key: BlockKey) -> None:
-        """Most recently used now; nothing for a block that is not PRESENT."""
+    def keep(self, key: BlockKey) -> Entry | None:
+        """Do not evict a block until `let_go`, a reset or a failed verification. None if it is not
+        PRESENT, or if more than PIN_SHARE of the capacity would be kept."""
+
+    def let_go(self, entry: Entry) -> None:
+        """Undo a `keep`; nothing for a block that has been lost since."""
+
+    def touch(self, key: BlockKey, again: bool = False) -> None:
+        """Most recently used now, and `again` if not by the request that stored it; nothing for a
+        block that is not PRESENT."""
+
+    def age(self, key: BlockKey) -> None:
+        """Superseded: to be evicted before all that are not; nothing for a block that is kept or
+        not PRESENT."""
 
     def forget(self, entry: Entry) -> None:
         """PRESENT -> ABSENT for a block whose bytes are gone or cannot be read."""
@@ -221,6 +270,12 @@ class Tier(Protocol):
     def drop_all(self) -> int:
         """Everything ABSENT at once, SAVING included; number of PRESENT blocks dropped."""
 
+    def drop(self, where: Forget) -> int:
+        """The same for some chains only."""
+
+    def held(self, where: Forget | None = None) -> list[BlockKey]:
+        """PRESENT and SAVING blocks, all or some chains' only."""
+
     def slot(self, entry: Entry) -> memoryview:
         """The memory of a pinned or reserved block, block_bytes long."""
 
@@ -231,6 +286,13 @@ class Tier(Protocol):
     def usage(self) -> TierUsage: ...
     def num_pins(self) -> int:
         """Pins not yet released, on entries that a reset took out too."""
+
+    def num_keeps(self) -> int:
+        """How often PRESENT blocks are kept."""
+
+    def watch(self, note: Callable[[BlockKey, str], None]) -> None:
+        """Tell `note` of every block that goes without having been asked to: which, and how, in
+        the words of `history`."""
 
     def check(self) -> None:
         """AssertionError if a conservation law is broken."""
@@ -248,6 +310,9 @@ class Tier(Protocol):
     def survey(self, request: Any) -> Any: ...
     def wipe(self) -> None:
         """Make the last `drop_all` durable. OSError if it could not be."""
+
+    def erase(self, where: Forget) -> None:
+        """Make a `drop` durable. OSError if it could not be."""
 
     def sync(self) -> None:
         """Everything settled so far survives a power cut. OSError if it may not."""
