@@ -91,12 +91,12 @@ class Soak:
         self.conversations = [Conversation(secret) for secret in secrets]
         self.counts: Counter[str] = Counter()
         self.most_bytes = 0
-        self.deadline = time.monotonic() + seconds
         self.failed = threading.Event()
         self._counting = threading.Lock()
         self._server_changes = threading.Lock()
         self._lives = 0
         self._start()
+        self.deadline = time.monotonic() + seconds
 
     # --- the server -------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Soak:
                 with httpx.Client(base_url=self.url, timeout=PATIENCE) as http:
                     response = http.post(f"/cache/{what}", json=body)
                 assert response.status_code == 200, response.text
-                self.count(f"{what}s")
+                self.count({"reset": "resets", "flush": "flushes"}[what])
         except BaseException:
             self.failed.set()
             raise
@@ -268,7 +268,7 @@ class Soak:
 def setting(tiny_llama: Path, kernel_cache: Path) -> Setting:
     real = default_model_path()
     if real is None or os.environ.get("SOAK_MODEL") == "tiny":
-        arguments = ("--block-size", "4", "--kv-blocks", "640", "--cpu-tier", "512KiB")
+        arguments = ("--block-size", "4", "--kv-blocks", "400", "--cpu-tier", "512KiB")
         return Setting(tiny_llama, kernel_cache, arguments, 24 << 20, speaks=False)
     arguments = ("--kv-blocks", "200", "--cpu-tier", "96MiB")
     return Setting(real, kernel_cache, arguments, 384 << 20, speaks=True)
