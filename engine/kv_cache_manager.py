@@ -216,8 +216,9 @@ class KVCacheManager:
                 if block_id == NO_BLOCK:
                     continue
                 key = self._key(request, group, index)
-                if self.pool.register(key, block_id) or group.window is not None:
-                    self._offer(request, group, index)
+                is_new = self.pool.register(key, block_id)
+                if is_new or group.window is not None:
+                    self._offer(request, group, index, is_new=is_new)
         self._free_slid_out(request)
 
     def conclude(self, request: Request) -> None:
@@ -281,15 +282,24 @@ class KVCacheManager:
     # --- what is worth storing --------------------------------------------------------------
 
     def _offer(
-        self, request: Request, group: KVGroup, index: int, *, reachable: bool = False
+        self,
+        request: Request,
+        group: KVGroup,
+        index: int,
+        *,
+        is_new: bool = False,
+        reachable: bool = False,
     ) -> None:
-        """Offer the device's block to the tiers, if it is worth storing; again changes nothing."""
+        """Offer the device's block to the tiers, if it is worth storing; again changes nothing.
+
+        `is_new`: it was committed just now, by `request`."""
         if not reachable and not self._is_reachable(request, group, index):
             return
         key = self._key(request, group, index)
         block_id = self.pool.lookup(key)
         if block_id is not None and self._may_offload(request, index):
-            self.offload.offer(key, meta_at(request, index, self.block_size), block_id)
+            offer = self.offload.offer if is_new else self.offload.offer_again
+            offer(key, meta_at(request, index, self.block_size), block_id)
 
     def _may_offload(self, request: Request, index: int) -> bool:
         if not self._offload_prompt_only:

@@ -119,6 +119,11 @@ class OffloadManager:
         """
         self._saves.offer(key, meta, block_id)
 
+    def offer_again(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
+        """As `offer`, for a block committed earlier: a tier that was reset since then, while the
+        block lay elsewhere, does not get it back."""
+        self._saves.offer_again(key, meta, block_id)
+
     def hold(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
         """A block loaded from a tier lies in a device block: not offered, for it is no news, but
         once the tiers have lost it a `flush` finds it here."""

@@ -104,6 +104,12 @@ class SaveQueue:
             lane.barred.discard(key)
             self._want(lane, key)
 
+    def offer_again(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
+        self.hold(key, meta, block_id)
+        for lane in self._lanes:
+            if key not in lane.barred:
+                self._want(lane, key)
+
     def hold(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
         self._resident[key] = (meta, block_id)
 
