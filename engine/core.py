@@ -370,6 +370,7 @@ class EngineCore:
             counters.external_queries += request.num_prompt_tokens - cached.device
             counters.external_hits += cached.cpu + cached.disk
         counters.recomputed_by_choice += request.recomputed_by_choice
+        counters.prefill_seconds_saved += self._chooser.prefill_seconds(cached.total)
         for tier in ("device", "cpu", "disk"):
             hits = counters.hit_tokens.get(tier, 0) + getattr(cached, tier)
             counters.hit_tokens[tier] = hits
@@ -424,6 +425,7 @@ class EngineCore:
             external_queries=counters.external_queries,
             external_hits=counters.external_hits,
             recomputed_by_choice=counters.recomputed_by_choice,
+            prefill_seconds_saved=counters.prefill_seconds_saved,
             hit_tokens=dict(counters.hit_tokens),
             spec_num_drafts=counters.spec_num_drafts,
             spec_num_draft_tokens=counters.spec_num_draft_tokens,

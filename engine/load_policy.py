@@ -26,6 +26,11 @@ class LoadChooser:
         self._offload = offload
         self._prefill_tokens_per_second: float | None = None
 
+    def prefill_seconds(self, num_tokens: int) -> float:
+        """What computing them would take at the measured speed; 0 while it is unmeasured."""
+        speed = self._prefill_tokens_per_second
+        return 0.0 if speed is None else num_tokens / speed
+
     def observe_pass(self, num_rows: int, seconds: float) -> None:
         if num_rows < MIN_MEASURED_ROWS or seconds <= 0.0:
             return

@@ -167,6 +167,7 @@ class LoadTable:
         if not lane.tier.settle(reservation, result):
             return False
         lane.stats.saved_blocks += 1
+        lane.stats.promoted_blocks += 1
         load.slot = (lane, lane.tier.pin(load.key))
         return True
 

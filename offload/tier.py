@@ -142,6 +142,7 @@ class TierStats:
     store_seconds: float = 0.0
     skipped: dict[str, int] = field(default_factory=dict)
     verify_failures: int = 0
+    promoted_blocks: int = 0  # loads from below that stayed here; among the saved ones, too
 
 
 class Tier(Protocol):
