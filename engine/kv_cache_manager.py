@@ -220,7 +220,7 @@ class KVCacheManager:
 
     def _meta(self, request: Request, index: int) -> BlockMeta:
         parent = request.block_hashes[index - 1] if index else request.root_hash
-        return BlockMeta(parent, tuple(self._tokens(request, index)))
+        return BlockMeta(parent, tuple(self._tokens(request, index)), request.root_hash)
 
     def _tokens(self, request: Request, index: int) -> list[int]:
         start = index * self.block_size

@@ -25,20 +25,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload import block_file
-from offload.block_file import BlockCorruptError
+from offload.block_file import BlockCorruptError, BlockName
 from offload.store_scan import (
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
     Kind,
     StoreFile,
     block_name,
+    is_outdated_name,
     open_directory,
     parse_block_name,
     reclaim_temporary,
     remove_tree,
     scan,
 )
-from offload.tier import BlockKey, BlockMeta, Entry, StrangerFile, TierOpenError, WriteResult
+from offload.tier import (
+    BlockKey,
+    BlockMeta,
+    Entry,
+    FoundBlock,
+    StrangerFile,
+    TierOpenError,
+    WriteResult,
+)
 
 _MAX_STRANGERS = 8192  # eviction candidates a survey names; more come with the next
 _PUBLISH_ATTEMPTS = 5
@@ -50,7 +59,7 @@ class SurveyRequest:
 
     epoch: int
     known: Mapping[BlockKey, Entry]  # the entries are only handed back
-    touched: Mapping[BlockKey, float]  # seconds since the epoch, to be recorded as mtime
+    touched: Mapping[BlockName, float]  # seconds since the epoch, to be recorded as mtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class Survey:
     """What lies in the directory beside the blocks already known; bytes are physical."""
 
     epoch: int
-    found: list[tuple[BlockKey, int, float]]  # ours, not known: key, bytes, mtime; oldest first
+    found: list[FoundBlock]  # ours, not known; oldest first
     vanished: list[Entry]  # known, not there
     strangers: list[StrangerFile]  # may be evicted; oldest first
     other_bytes: int  # all that is neither known nor found, strangers and directories included
@@ -120,10 +129,10 @@ class BlockDirectory:
     def store(
         self,
         epoch: int,
-        key: BlockKey,
+        name: BlockName,
         meta: BlockMeta,
         payload: memoryview,
-        evict: Sequence[BlockKey],
+        evict: Sequence[BlockName],
         strangers: Sequence[StrangerFile],
     ) -> WriteResult:
         """Evict, then write and publish one block. Errors come in the result, with what was
@@ -134,17 +143,17 @@ class BlockDirectory:
             with self._root(epoch) as root:
                 for victim in evict:
                     other_bytes += self._unlink(root, victim)
-                    removed.add(victim)
+                    removed.add(victim.key)
                 for stranger in strangers:
                     other_bytes += self._unlink_stranger(stranger)
-                header = block_file.encode_header(self._fingerprint, key, meta, payload)
-                num_bytes, grown = self._write_record(root, key, header, payload)
+                header = block_file.encode_header(self._fingerprint, name.key, meta, payload)
+                num_bytes, grown = self._write_record(root, name, header, payload)
             return WriteResult(None, num_bytes, frozenset(removed), other_bytes + grown)
         except OSError as error:
             return WriteResult(error, 0, frozenset(removed), other_bytes)
 
     def _write_record(
-        self, root: int, key: BlockKey, header: bytes, payload: memoryview
+        self, root: int, name: BlockName, header: bytes, payload: memoryview
     ) -> tuple[int, int]:
         """Bytes of the file and growth of its directory."""
         temporary, fd = self._create_temporary(root)
@@ -153,7 +162,7 @@ class BlockDirectory:
             os.fdatasync(fd)
             num_bytes = os.fstat(fd).st_blocks * 512
             # The lock that marks the file as alive lasts until close, hence the close at the end.
-            return num_bytes, self._publish(root, temporary, key)
+            return num_bytes, self._publish(root, temporary, name)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=root)
@@ -181,8 +190,8 @@ class BlockDirectory:
                 raise
             os.close(fd)
 
-    def _publish(self, root: int, temporary: str, key: BlockKey) -> int:
-        prefix, name = block_name(key)
+    def _publish(self, root: int, temporary: str, block: BlockName) -> int:
+        prefix, name = block_name(block)
         for attempt in range(_PUBLISH_ATTEMPTS):
             before = 0
             try:
@@ -208,12 +217,28 @@ class BlockDirectory:
             return grown
         raise FileNotFoundError(errno.ENOENT, "the directory vanishes again and again", prefix)
 
-    def fetch(self, key: BlockKey, into: memoryview) -> BlockMeta:
+    def fetch(self, block: BlockName, into: memoryview) -> BlockMeta:
         """Read and verify one block. Raises BlockCorruptError, FileNotFoundError, OSError.
 
         Of any epoch: what lies under a key is what the key says, whenever it was written.
         """
-        prefix, name = block_name(key)
+        with self._record(block) as fd:
+            header = read_record(fd, into)
+        block_file.verify(header, into, fingerprint=self._fingerprint, name=block)
+        return header.meta
+
+    def fetch_meta(self, block: BlockName) -> BlockMeta:
+        """Read and verify the header of one block. Raises like `fetch`."""
+        with self._record(block) as fd:
+            size = block_file.declared_header_bytes(os.pread(fd, 16, 0))
+            header = block_file.decode_header(os.pread(fd, size, 0))
+        block_file.verify_header(header, fingerprint=self._fingerprint, name=block)
+        return header.meta
+
+    @contextmanager
+    def _record(self, block: BlockName) -> Iterator[int]:
+        """A descriptor for reading. Raises FileNotFoundError, OSError."""
+        prefix, name = block_name(block)
         with self._root(None, create=False) as root:
             folder = open_directory(prefix, root)
             try:
@@ -222,24 +247,22 @@ class BlockDirectory:
             finally:
                 os.close(folder)
         try:
-            header = read_record(fd, into)
+            yield fd
         finally:
             os.close(fd)
-        block_file.verify(header, into, fingerprint=self._fingerprint, key=key)
-        return header.meta
 
-    def remove(self, epoch: int, key: BlockKey) -> WriteResult:
+    def remove(self, epoch: int, block: BlockName) -> WriteResult:
         """Unlink one block; one already gone counts as removed."""
         try:
             with self._root(epoch) as root:
-                other_bytes = self._unlink(root, key)
+                other_bytes = self._unlink(root, block)
         except OSError as error:
             return WriteResult(error)
-        return WriteResult(removed=frozenset((key,)), other_bytes=other_bytes)
+        return WriteResult(removed=frozenset((block.key,)), other_bytes=other_bytes)
 
-    def _unlink(self, root: int, key: BlockKey) -> int:
+    def _unlink(self, root: int, block: BlockName) -> int:
         """Change in directory bytes: negative if the block was the last in its directory."""
-        prefix, name = block_name(key)
+        prefix, name = block_name(block)
         return self._unlink_in(root, prefix, name)
 
     def _unlink_in(self, root: int, prefix: str, name: str) -> int:
@@ -263,7 +286,7 @@ class BlockDirectory:
     def _unlink_stranger(self, stranger: StrangerFile) -> int:
         """Change in bytes. EAGAIN if it was used since the survey: its owner needs it."""
         prefix = stranger.name[:2]
-        if parse_block_name(prefix, stranger.name) is None:
+        if not (parse_block_name(prefix, stranger.name) or is_outdated_name(prefix, stranger.name)):
             raise OSError(errno.EINVAL, "no block file", stranger.name)
         try:
             root = open_directory(stranger.fingerprint, self._dir_fd)
@@ -305,9 +328,9 @@ class BlockDirectory:
 
     def _record_recency(self, request: SurveyRequest) -> None:
         with suppress(OSError), self._root(request.epoch, create=False) as root:
-            for key, recency in request.touched.items():
+            for block, recency in request.touched.items():
                 with suppress(OSError):
-                    path = "/".join(block_name(key))
+                    path = "/".join(block_name(block))
                     os.utime(path, (recency, recency), dir_fd=root, follow_symlinks=False)
 
     def wipe(self, epoch: int) -> None:
@@ -396,41 +419,60 @@ class _Inventory:
         self._block_bytes = block_bytes
         self._known = known
         self._seen: set[BlockKey] = set()
-        self._found: list[tuple[BlockKey, int, float]] = []
+        self._found: dict[BlockKey, FoundBlock] = {}
+        self._root_tags: dict[bytes, bytes] = {}  # one object for all blocks of a chain
         self._strangers: list[StrangerFile] = []
         self._other_bytes = 0
         self._skipped: dict[str, int] = {}
 
     def add(self, file: StoreFile) -> None:
-        if file.kind is Kind.BLOCK and file.fingerprint is not None and file.key is not None:
-            if file.fingerprint == self._fingerprint:
-                if file.key in self._known:
-                    self._seen.add(file.key)
-                    return
-                header = file.size_bytes - self._block_bytes
-                if 0 < header <= block_file.MAX_HEADER_BYTES and not header % block_file.ALIGNMENT:
-                    self._found.append((file.key, file.physical_bytes, file.mtime))
-                    return
-                self._skip("size")
-            else:
-                self._skip("fingerprint")
+        if file.kind is Kind.BLOCK and self._is_ours(file):
+            return
+        if file.kind is Kind.OUTDATED:
+            self._skip("version")
+        elif file.kind is Kind.FOREIGN:
+            self._skip("foreign")
+        if file.kind in (Kind.BLOCK, Kind.OUTDATED):
+            assert file.fingerprint is not None
             name = file.path.rsplit("/", 1)[1]
             self._strangers.append(
                 StrangerFile(file.fingerprint, name, file.physical_bytes, file.mtime)
             )
-        elif file.kind is Kind.FOREIGN:
-            self._skip("foreign")
         self._other_bytes += file.physical_bytes
+
+    def _is_ours(self, file: StoreFile) -> bool:
+        """Whether a BLOCK is known or found; if not, it is counted as skipped."""
+        if file.fingerprint != self._fingerprint:
+            self._skip("fingerprint")
+            return False
+        assert file.block is not None
+        key, root_tag, parent_tag = file.block
+        entry = self._known.get(key)
+        if entry is not None:
+            if (entry.root_tag, entry.parent_tag) == (root_tag, parent_tag):
+                self._seen.add(key)
+                return True
+            self._skip("name")
+            return False
+        header = file.size_bytes - self._block_bytes
+        if not 0 < header <= block_file.MAX_HEADER_BYTES or header % block_file.ALIGNMENT:
+            self._skip("size")
+            return False
+        if key in self._found:  # a chain has one root: one of the two names lies
+            self._skip("name")
+            return False
+        root_tag = self._root_tags.setdefault(root_tag, root_tag)
+        self._found[key] = FoundBlock(key, root_tag, parent_tag, file.physical_bytes, file.mtime)
+        return True
 
     def _skip(self, reason: str) -> None:
         self._skipped[reason] = self._skipped.get(reason, 0) + 1
 
     def survey(self, request: SurveyRequest, adopts: bool, seconds: float) -> Survey:
-        self._found.sort(key=lambda found: found[2])
+        found = sorted(self._found.values(), key=lambda found: found.mtime)
         self._strangers.sort(key=lambda stranger: stranger.mtime)
-        found = self._found
         if not adopts:
-            self._other_bytes += sum(num_bytes for _, num_bytes, _ in found)
+            self._other_bytes += sum(block.num_bytes for block in found)
             found = []
         return Survey(
             request.epoch,

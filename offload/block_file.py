@@ -5,11 +5,11 @@
     | magic   | version   | header bytes | fingerprint     | block hash        | group | num ids |
     | 8       | u32       | u32          | 32              | 32                | u32   | u32     |
     +---------+-----------+--------------+-----------------+-------------------+-------+---------+
-     88                120              128                144               152
-    +-----------------+----------------+------------------+-----------------+---------------+-----+
-    | parent hash     | payload bytes  | payload checksum | header checksum | token ids     | 0.. |
-    | 32              | u64            | xxh3_128, 16     | xxh3_64, 8      | u32 * num ids |     |
-    +-----------------+----------------+------------------+-----------------+---------------+-----+
+     88            120         152             160                176               184
+    +-------------+-----------+---------------+------------------+-----------------+---------+-----+
+    | parent hash | root hash | payload bytes | payload checksum | header checksum | ids     | 0.. |
+    | 32          | 32        | u64           | xxh3_128, 16     | xxh3_64, 8      | u32 * n |     |
+    +-------------+-----------+---------------+------------------+-----------------+---------+-----+
      header bytes (a multiple of 4096)
     +---------------------------------------------------------------------------------------------+
     | payload                                                                                     |
@@ -17,38 +17,48 @@
 
 All integers are little-endian. The header checksum covers the whole header, padding included,
 except itself; the header holds the payload's checksum and the key, so a record is one unbreakable
-piece: no half of it can be exchanged without notice. The payload starts on a page, so that it can
-be read straight into place.
+piece: no half of it can be exchanged without notice. The root's hash tells whose chain the block
+is of, the parent's what it follows. The payload starts on a page, so that it can be read straight
+into place.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
 from offload.tier import BlockHash, BlockKey, BlockMeta, OffloadError
 
 MAGIC = b"OWKVBLK\n"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 1 << 20  # 262,000 token ids; more is no block of ours
 
-_FIXED = struct.Struct("<8sII32s32sII32sQ16s8s")
-_CHECKSUM_AT = 144
+_FIXED = struct.Struct("<8sII32s32sII32s32sQ16s8s")
+_CHECKSUM_AT = 176
 _TOKENS_AT = _FIXED.size
 
 
 class BlockCorruptError(OffloadError):
     """A record is not the whole, undamaged block that was asked for.
 
-    `reason` is one of: size, magic, version, header, payload, fingerprint, key.
+    `reason` is one of: size, magic, version, header, payload, fingerprint, key, name.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+class BlockName(NamedTuple):
+    """What a record's file name says of it; tags are beginnings of hashes, TAG_BYTES long."""
+
+    key: BlockKey
+    root_tag: bytes
+    parent_tag: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,7 @@ def encode_header(
     fingerprint: bytes, key: BlockKey, meta: BlockMeta, payload: memoryview | bytes
 ) -> bytes:
     """The header that makes `payload` a record. ValueError for hashes that are not 32 bytes."""
-    for value in (fingerprint, key.block_hash, meta.parent_hash):
+    for value in (fingerprint, key.block_hash, meta.parent_hash, meta.root_hash):
         if len(value) != 32:
             raise ValueError(f"a hash of {len(value)} bytes, not 32")
     size = header_bytes(len(meta.token_ids))
@@ -93,6 +103,7 @@ def encode_header(
         key.group,
         len(meta.token_ids),
         meta.parent_hash,
+        meta.root_hash,
         memoryview(payload).nbytes,
         xxhash.xxh3_128_digest(payload),
         bytes(8),
@@ -108,7 +119,7 @@ def decode_header(header: bytes | bytearray | memoryview) -> BlockHeader:
         raise BlockCorruptError("size", f"{len(header)} bytes hold no header")
     fields = _FIXED.unpack_from(header, 0)
     magic, version, size, fingerprint, block_hash, group, num_tokens = fields[:7]
-    parent_hash, payload_bytes, payload_checksum, checksum = fields[7:]
+    parent_hash, root_hash, payload_bytes, payload_checksum, checksum = fields[7:]
     if magic != MAGIC:
         raise BlockCorruptError("magic", f"{magic!r} is not {MAGIC!r}")
     if version != FORMAT_VERSION:
@@ -123,7 +134,7 @@ def decode_header(header: bytes | bytearray | memoryview) -> BlockHeader:
     return BlockHeader(
         fingerprint=fingerprint,
         key=BlockKey(BlockHash(block_hash), group),
-        meta=BlockMeta(BlockHash(parent_hash), token_ids),
+        meta=BlockMeta(BlockHash(parent_hash), token_ids, BlockHash(root_hash)),
         header_bytes=size,
         payload_bytes=payload_bytes,
         payload_checksum=payload_checksum,
@@ -147,14 +158,21 @@ def declared_header_bytes(start: bytes) -> int:
     return int(size)
 
 
-def verify(
-    header: BlockHeader, payload: memoryview | bytes, *, fingerprint: bytes, key: BlockKey
-) -> None:
-    """Raise BlockCorruptError unless the record is the wanted block and its payload is whole."""
+def verify_header(header: BlockHeader, *, fingerprint: bytes, name: BlockName) -> None:
+    """Raise BlockCorruptError unless the record is the one that its name and directory say."""
     if header.fingerprint != fingerprint:
         raise BlockCorruptError("fingerprint", f"written under {header.fingerprint.hex()}")
-    if header.key != key:
+    if header.key != name.key:
         raise BlockCorruptError("key", f"holds {header.key.block_hash.hex()}.{header.key.group}")
+    if (header.meta.root_tag, header.meta.parent_tag) != name[1:]:
+        raise BlockCorruptError("name", "of another chain than its record")
+
+
+def verify(
+    header: BlockHeader, payload: memoryview | bytes, *, fingerprint: bytes, name: BlockName
+) -> None:
+    """Raise BlockCorruptError unless the record is the wanted block and its payload is whole."""
+    verify_header(header, fingerprint=fingerprint, name=name)
     if header.payload_bytes != memoryview(payload).nbytes:
         raise BlockCorruptError("size", f"{header.payload_bytes} bytes of payload declared")
     if xxhash.xxh3_128_digest(payload) != header.payload_checksum:

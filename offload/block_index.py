@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from offload.tier import BlockKey, BlockState, Entry
+from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, FoundBlock
 
 
 class BlockIndex:
@@ -45,9 +45,18 @@ class BlockIndex:
         """A copy of what is PRESENT or EVICTING: whose bytes the index counts."""
         return self._stored.copy()
 
+    def children(self, parent_hash: BlockHash) -> list[BlockKey]:
+        """PRESENT blocks whose parent's hash begins like this one."""
+        tag = parent_hash[:TAG_BYTES]
+        return [entry.key for entry in self._present.values() if entry.parent_tag == tag]
+
     def get(self, key: BlockKey) -> Entry:
         """The PRESENT entry; KeyError otherwise."""
         return self._present[key]
+
+    def find(self, key: BlockKey) -> Entry | None:
+        """The PRESENT entry, if there is one. One lookup, so that any thread may ask."""
+        return self._present.get(key)
 
     @property
     def busy(self) -> bool:
@@ -76,14 +85,15 @@ class BlockIndex:
         self._present[entry.key] = self._stored[entry.key] = entry
         self.num_bytes += entry.num_bytes
 
-    def adopt(self, found: Iterable[tuple[BlockKey, int, float]]) -> None:
-        """ABSENT -> PRESENT for blocks found stored: key, bytes and recency, oldest first. Those
-        that are not ABSENT stay as they are."""
+    def adopt(self, found: Iterable[FoundBlock]) -> None:
+        """ABSENT -> PRESENT for blocks found stored, oldest first. Those that are not ABSENT stay
+        as they are."""
         present, saving, stored = self._present, self._saving, self._stored
         state = BlockState.PRESENT
-        for key, num_bytes, recency in found:  # a hundred thousand at startup: keep it flat
+        # A hundred thousand at startup: keep it flat.
+        for key, root_tag, parent_tag, num_bytes, recency in found:
             if key not in stored and key not in saving:
-                entry = Entry(key, num_bytes, None, None, recency, 0, state)
+                entry = Entry(key, num_bytes, None, None, recency, 0, state, root_tag, parent_tag)
                 present[key] = stored[key] = entry
                 self.num_bytes += num_bytes
 

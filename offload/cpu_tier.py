@@ -7,6 +7,7 @@ import time
 
 from offload.block_index import BlockIndex
 from offload.tier import (
+    BlockHash,
     BlockKey,
     BlockMeta,
     BlockState,
@@ -65,6 +66,9 @@ class CpuTier:
     def meta(self, key: BlockKey) -> BlockMeta | None:
         return self._index.get(key).meta
 
+    def children(self, parent_hash: BlockHash) -> list[BlockKey]:
+        return self._index.children(parent_hash)
+
     def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
         if self._index.state(key) is not BlockState.ABSENT:
             raise ValueError(f"a save of a block that is {self._index.state(key).value}")
@@ -93,7 +97,9 @@ class CpuTier:
             self._index.forget(entry)
             self._release(entry)
             return False
-        entry.meta = result.meta or entry.meta
+        entry.meta = meta = result.meta or entry.meta
+        if meta is not None:
+            entry.root_tag, entry.parent_tag = meta.root_tag, meta.parent_tag
         entry.recency = time.time()
         self._index.publish(entry)
         return True
@@ -166,7 +172,11 @@ class CpuTier:
         into[:] = self.slot(entry)
         return entry.meta
 
-    def remove(self, key: BlockKey, epoch: int) -> WriteResult:
+    def read_meta(self, key: BlockKey) -> BlockMeta | None:
+        entry = self._index.find(key)
+        return None if entry is None else entry.meta
+
+    def remove(self, entry: Entry, epoch: int) -> WriteResult:
         raise ValueError("memory has nothing to remove")
 
     def survey(self, request: object) -> None:

@@ -17,9 +17,10 @@ from collections import deque
 from pathlib import Path
 
 from offload.block_directory import BlockDirectory, Survey, SurveyRequest
-from offload.block_file import record_bytes
+from offload.block_file import BlockCorruptError, BlockName, record_bytes
 from offload.block_index import BlockIndex
 from offload.tier import (
+    BlockHash,
     BlockKey,
     BlockMeta,
     BlockState,
@@ -104,6 +105,9 @@ class DiskTier:
     def meta(self, key: BlockKey) -> BlockMeta | None:
         return self._index.get(key).meta
 
+    def children(self, parent_hash: BlockHash) -> list[BlockKey]:
+        return self._index.children(parent_hash)
+
     def slot(self, entry: Entry) -> memoryview:
         raise ValueError("blocks on disk have no memory")
 
@@ -137,7 +141,7 @@ class DiskTier:
             self._index.begin_evict(entry)
         for _ in strangers:
             self._strangers.popleft()
-        entry = Entry(key, 0)
+        entry = Entry(key, 0, root_tag=meta.root_tag, parent_tag=meta.parent_tag)
         self._index.begin_save(entry)
         extra = max(0, needed - freed)
         self._extra_bytes += extra
@@ -230,7 +234,12 @@ class DiskTier:
         return num_blocks
 
     def begin_survey(self) -> SurveyRequest:
-        touched, self._touched = self._touched, {}
+        touched = {}
+        for key, recency in self._touched.items():
+            entry = self._index.find(key)
+            if entry is not None:
+                touched[_name(entry)] = recency
+        self._touched = {}
         self._gone.clear()
         return SurveyRequest(self._epoch, self._index.stored(), touched)
 
@@ -243,7 +252,7 @@ class DiskTier:
         self._skipped = survey.skipped
         self._reclaiming = False
         # A survey may have seen a file that was removed after it looked.
-        self._index.adopt(found for found in survey.found if found[0] not in self._gone)
+        self._index.adopt(found for found in survey.found if found.key not in self._gone)
         for entry in survey.vanished:
             if entry.state is BlockState.PRESENT and not entry.pins and self._index.owns(entry):
                 self._index.forget(entry)
@@ -267,18 +276,25 @@ class DiskTier:
     def write(self, reservation: Reservation, meta: BlockMeta, payload: memoryview) -> WriteResult:
         return self._directory.store(
             reservation.epoch,
-            reservation.entry.key,
+            _name(reservation.entry),
             meta,
             payload,
-            [victim.key for victim in reservation.evicted],
+            [_name(victim) for victim in reservation.evicted],
             reservation.strangers,
         )
 
     def read(self, entry: Entry, into: memoryview) -> BlockMeta:
-        return self._directory.fetch(entry.key, into)
+        return self._directory.fetch(_name(entry), into)
 
-    def remove(self, key: BlockKey, epoch: int) -> WriteResult:
-        return self._directory.remove(epoch, key)
+    def read_meta(self, key: BlockKey) -> BlockMeta | None:
+        entry = self._index.find(key)
+        try:
+            return None if entry is None else self._directory.fetch_meta(_name(entry))
+        except (OSError, BlockCorruptError):
+            return None
+
+    def remove(self, entry: Entry, epoch: int) -> WriteResult:
+        return self._directory.remove(epoch, _name(entry))
 
     def survey(self, request: SurveyRequest) -> Survey:
         return self._directory.survey(request)
@@ -291,3 +307,7 @@ class DiskTier:
 
     def close(self) -> None:
         self._directory.close()
+
+
+def _name(entry: Entry) -> BlockName:
+    return BlockName(entry.key, entry.root_tag, entry.parent_tag)

@@ -81,7 +81,7 @@ class Lane:
             epoch = self.tier.condemn(entry)
             if epoch is not None:
                 self.threads.submit(
-                    lambda: self.tier.remove(entry.key, epoch),
+                    lambda: self.tier.remove(entry, epoch),
                     Urgency.UPKEEP,
                     lambda job: self.tier.removed(entry, outcome(job)),
                 )

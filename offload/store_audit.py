@@ -17,7 +17,7 @@ def audit(dir_fd: int, file: StoreFile) -> BlockHeader:
     Raises BlockCorruptError, OSError.
     """
     assert file.fingerprint is not None
-    assert file.key is not None
+    assert file.block is not None
     fd = _open_nofollow(dir_fd, file.path)
     try:
         header_bytes = block_file.declared_header_bytes(os.pread(fd, 16, 0))
@@ -29,7 +29,7 @@ def audit(dir_fd: int, file: StoreFile) -> BlockHeader:
     finally:
         os.close(fd)
     fingerprint = bytes.fromhex(file.fingerprint)
-    block_file.verify(header, payload, fingerprint=fingerprint, key=file.key)
+    block_file.verify(header, payload, fingerprint=fingerprint, name=file.block)
     return header
 
 

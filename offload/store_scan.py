@@ -3,9 +3,14 @@
     DIR/                                    0700
       <fingerprint, 64 hex>/                0700  one per model and everything that changes its KV
         <first 2 hex of the hash>/
-          <block hash, 64 hex>.<group>.kv   0600  a published record, see block_file
+          <block hash, 64 hex>.<group>.<root, 16 hex>.<parent, 16 hex>.kv
+                                            0600  a published record, see block_file
         .tmp.<pid>.<token>.<n>              0600  being written; its writer holds a lock on it
+      <fingerprint, 64 hex>.side*           0600  what else is kept for it, beside its blocks
       .trash.<pid>.<token>.<n>/             what a reset renamed away; nobody reads it
+
+A name says what an index wants to know without opening the file: the block, and the beginnings of
+the hashes of its chain's root and of its parent. Names of format 1 end after the group.
 
 No symbolic link is followed: one is FOREIGN, like everything else that this drawing lacks.
 """
@@ -21,22 +26,26 @@ from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
+from offload.block_file import BlockName
 from offload.tier import BlockHash, BlockKey
 
 TEMPORARY_PREFIX = ".tmp."
 TRASH_PREFIX = ".trash."
+SIDE_SUFFIX = ".side"
 SUFFIX = ".kv"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _HEX = frozenset("0123456789abcdef")
-_GROUP = re.compile(r"\.(0|[1-9][0-9]{0,8})\.kv")
-_GROUP_0 = f".0{SUFFIX}"
+_REST = re.compile(r"\.(0|[1-9][0-9]{0,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.kv")
+_REST_1 = re.compile(r"\.(0|[1-9][0-9]{0,8})\.kv")  # of format 1
 
 
 class Kind(Enum):
     """What a name in the store stands for."""
 
     BLOCK = "block"
+    OUTDATED = "outdated"  # a block of a format that is no longer read
+    SIDE = "side"  # of a fingerprint, but no block
     TEMPORARY = "temporary"
     TRASH = "trash"
     FOREIGN = "foreign"
@@ -49,20 +58,35 @@ class StoreFile(NamedTuple):
     kind: Kind
     path: str  # relative to the store's directory
     fingerprint: str | None  # hex
-    key: BlockKey | None  # of a BLOCK
+    block: BlockName | None  # of a BLOCK
     size_bytes: int
     physical_bytes: int
     mtime: float
 
 
-def block_name(key: BlockKey) -> tuple[str, str]:
+def block_name(block: BlockName) -> tuple[str, str]:
     """Directory (two hex digits) and file name of a block below its fingerprint's directory."""
-    name = key.block_hash.hex()
-    return name[:2], f"{name}.{key.group}{SUFFIX}"
+    digits, group = block.key.block_hash.hex(), block.key.group
+    tags = f"{block.root_tag.hex()}.{block.parent_tag.hex()}"
+    return digits[:2], f"{digits}.{group}.{tags}{SUFFIX}"
 
 
-def parse_block_name(prefix: str, name: str) -> BlockKey | None:
-    """The key that `block_name` gave this name, or None."""
+def parse_block_name(prefix: str, name: str) -> BlockName | None:
+    """What `block_name` made this name of, or None."""
+    block_hash = _parse_hash(prefix, name)
+    match = _REST.fullmatch(name, 64)
+    if block_hash is None or match is None:
+        return None
+    group, root, parent = match.groups()
+    return BlockName(BlockKey(block_hash, int(group)), bytes.fromhex(root), bytes.fromhex(parent))
+
+
+def is_outdated_name(prefix: str, name: str) -> bool:
+    """Whether an older format gave this name to a block."""
+    return _parse_hash(prefix, name) is not None and _REST_1.fullmatch(name, 64) is not None
+
+
+def _parse_hash(prefix: str, name: str) -> BlockHash | None:
     digits = name[:64]
     try:
         block_hash = bytes.fromhex(digits)
@@ -71,18 +95,17 @@ def parse_block_name(prefix: str, name: str) -> BlockKey | None:
     # Back to text and compared: `fromhex` also takes capitals and blanks.
     if len(block_hash) != 32 or block_hash.hex() != digits or name[:2] != prefix:
         return None
-    group = 0 if name[64:] == _GROUP_0 else _parse_group(name[64:])
-    return None if group is None else BlockKey(BlockHash(block_hash), group)
-
-
-def _parse_group(text: str) -> int | None:
-    match = _GROUP.fullmatch(text)
-    return int(match[1]) if match else None
+    return BlockHash(block_hash)
 
 
 def is_fingerprint(name: str) -> bool:
     """Whether a name in the store's directory is that of a fingerprint."""
     return len(name) == 64 and _HEX.issuperset(name)
+
+
+def is_side_name(name: str) -> bool:
+    """Whether a name in the store's directory is kept beside a fingerprint's blocks."""
+    return name[64:].startswith(SIDE_SUFFIX) and is_fingerprint(name[:64])
 
 
 def open_directory(name: str, dir_fd: int | None = None) -> int:
@@ -104,6 +127,8 @@ def scan(dir_fd: int) -> Iterator[StoreFile]:
             elif is_directory:
                 kind = Kind.TRASH if entry.name.startswith(TRASH_PREFIX) else Kind.FOREIGN
                 yield from _scan_tree(dir_fd, entry.name, kind, None, entry.name)
+            elif is_side_name(entry.name):
+                yield from _other(entry, entry.name, Kind.SIDE, entry.name[:64])
             else:
                 yield from _other(entry, entry.name, Kind.FOREIGN, None)
 
@@ -149,12 +174,14 @@ def _scan_prefix(root: int, fingerprint: str, prefix: str) -> Iterator[StoreFile
                 if stat.S_ISDIR(status.st_mode):
                     yield from _scan_tree(fd, entry.name, Kind.FOREIGN, fingerprint, path)
                     continue
-                key = parse_block_name(prefix, entry.name)
-                if key is None or not stat.S_ISREG(status.st_mode):
-                    kind, key = Kind.FOREIGN, None
-                else:
-                    kind = Kind.BLOCK
-                yield _described(kind, path, fingerprint, status, key)
+                kind, block = Kind.FOREIGN, None
+                if stat.S_ISREG(status.st_mode):
+                    block = parse_block_name(prefix, entry.name)
+                    if block is not None:
+                        kind = Kind.BLOCK
+                    elif is_outdated_name(prefix, entry.name):
+                        kind = Kind.OUTDATED
+                yield _described(kind, path, fingerprint, status, block)
     finally:
         os.close(fd)
 
@@ -187,10 +214,10 @@ def _described(
     path: str,
     fingerprint: str | None,
     status: os.stat_result,
-    key: BlockKey | None = None,
+    block: BlockName | None = None,
 ) -> StoreFile:
     size_bytes, physical_bytes = status.st_size, status.st_blocks * 512
-    return StoreFile(kind, path, fingerprint, key, size_bytes, physical_bytes, status.st_mtime)
+    return StoreFile(kind, path, fingerprint, block, size_bytes, physical_bytes, status.st_mtime)
 
 
 def reclaim_temporary(dir_fd: int, path: str) -> bool:

@@ -23,6 +23,7 @@ from enum import Enum
 from typing import Any, NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes, chained from the model fingerprint
+TAG_BYTES = 8  # of a root's or a parent's hash: enough to find, the record holds the whole
 
 
 class BlockKey(NamedTuple):
@@ -38,6 +39,16 @@ class BlockMeta:
 
     parent_hash: BlockHash
     token_ids: tuple[int, ...]
+    root_hash: BlockHash  # of its chain: the parent of the first block
+
+    @property
+    def root_tag(self) -> bytes:
+        """The beginning of the root's hash, as an index and a file name carry it."""
+        return self.root_hash[:TAG_BYTES]
+
+    @property
+    def parent_tag(self) -> bytes:
+        return self.parent_hash[:TAG_BYTES]
 
 
 class BlockState(Enum):
@@ -79,6 +90,18 @@ class Entry:
     recency: float = 0.0  # seconds since the epoch of its last use
     pins: int = 0
     state: BlockState = BlockState.SAVING
+    root_tag: bytes = b""  # of the root's hash the first TAG_BYTES; empty while unknown
+    parent_tag: bytes = b""
+
+
+class FoundBlock(NamedTuple):
+    """A stored block that the index does not know yet."""
+
+    key: BlockKey
+    root_tag: bytes
+    parent_tag: bytes
+    num_bytes: int
+    mtime: float
 
 
 class StrangerFile(NamedTuple):
@@ -167,6 +190,9 @@ class Tier(Protocol):
     def meta(self, key: BlockKey) -> BlockMeta | None:
         """What a PRESENT block claims to hold, if this tier remembers it."""
 
+    def children(self, parent_hash: BlockHash) -> list[BlockKey]:
+        """PRESENT blocks that follow this one or this root, by the beginning of its hash."""
+
     def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
         """ABSENT -> SAVING, evicting as needed. None: no room now, ask again.
 
@@ -216,7 +242,10 @@ class Tier(Protocol):
     def read(self, entry: Entry, into: memoryview) -> BlockMeta:
         """Fill `into`, verified. Raises BlockCorruptError, FileNotFoundError, OSError."""
 
-    def remove(self, key: BlockKey, epoch: int) -> WriteResult: ...
+    def read_meta(self, key: BlockKey) -> BlockMeta | None:
+        """What a PRESENT block claims to hold, verified; None if it cannot be told."""
+
+    def remove(self, entry: Entry, epoch: int) -> WriteResult: ...
     def survey(self, request: Any) -> Any: ...
     def wipe(self) -> None:
         """Make the last `drop_all` durable. OSError if it could not be."""

@@ -54,12 +54,12 @@ def store_ls(directory: Path, *, fingerprint: str | None = None) -> int:
         blocks.sort(key=lambda file: file.mtime)
         rows = []
         for file in blocks:
-            assert file.key is not None
+            assert file.block is not None
             rows.append(
                 (
                     (file.fingerprint or "")[:12],
-                    file.key.block_hash.hex(),
-                    str(file.key.group),
+                    file.block.key.block_hash.hex(),
+                    str(file.block.key.group),
                     _size(file.physical_bytes),
                     _when(file.mtime),
                 )
@@ -90,6 +90,8 @@ def store_stat(directory: Path) -> int:
         _print_table(("FINGERPRINT", "BLOCKS", "SIZE", "OLDEST USE", "LAST USE"), rows)
         print()
         names = {
+            Kind.OUTDATED: "blocks of older formats",
+            Kind.SIDE: "side records",
             Kind.TEMPORARY: "temporary files",
             Kind.TRASH: "reset leftovers",
             Kind.FOREIGN: "foreign files",
@@ -174,6 +176,13 @@ def _condemned(
             yield file, "temporary, if its writer is dead"
         elif file.kind is Kind.TRASH and "/" not in file.path:
             yield file, "left by a reset"
+        elif file.kind is Kind.OUTDATED:
+            yield file, "older format"
+        elif file.kind is Kind.SIDE:
+            if keep_fingerprint and not (file.fingerprint or "").startswith(
+                tuple(keep_fingerprint)
+            ):
+                yield file, "other fingerprint"
         elif file.kind is Kind.BLOCK:
             name = file.fingerprint or ""
             if keep_fingerprint and not any(name.startswith(kept) for kept in keep_fingerprint):

@@ -15,7 +15,7 @@ import pytest
 from api.cli.store import store_gc, store_ls, store_stat, store_verify
 from offload.disk_tier import DiskTier
 from offload.store_scan import block_name
-from tests.offload.harness import BLOCK_BYTES, FINGERPRINT, Planner, key, physical_bytes
+from tests.offload.harness import BLOCK_BYTES, FINGERPRINT, Planner, key, named, physical_bytes
 
 OTHER = b"o" * 32
 
@@ -32,7 +32,7 @@ def fill(path: Path, fingerprint: bytes, numbers: range) -> None:
 
 
 def path_of(store: Path, number: int, fingerprint: bytes = FINGERPRINT) -> Path:
-    return store / fingerprint.hex() / "/".join(block_name(key(number)))
+    return store / fingerprint.hex() / "/".join(block_name(named(number)))
 
 
 def files(store: Path) -> set[Path]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from offload.block_file import BlockName
 from offload.manager import OffloadManager
 from offload.tier import BlockHash, BlockKey, BlockMeta, Tier
 from offload.transfers import Transfers
@@ -23,8 +24,17 @@ def key(number: int, group: int = 0) -> BlockKey:
     return BlockKey(BlockHash(hashlib.sha256(str(number).encode()).digest()), group)
 
 
-def meta(number: int) -> BlockMeta:
-    return BlockMeta(key(number - 1).block_hash, (number, number + 1, number + 2, number + 3))
+def root(name: str = "") -> BlockHash:
+    return BlockHash(hashlib.sha256(f"root {name}".encode()).digest())
+
+
+def meta(number: int, chain: str = "") -> BlockMeta:
+    tokens = (number, number + 1, number + 2, number + 3)
+    return BlockMeta(key(number - 1).block_hash, tokens, root(chain))
+
+
+def named(number: int) -> BlockName:
+    return BlockName(key(number), meta(number).root_tag, meta(number).parent_tag)
 
 
 def content(number: int) -> bytes:

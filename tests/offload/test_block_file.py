@@ -11,11 +11,11 @@ import xxhash
 
 from offload import block_file
 from offload.block_directory import read_record
-from offload.block_file import BlockCorruptError
+from offload.block_file import BlockCorruptError, BlockName
 from offload.tier import BlockHash, BlockKey, BlockMeta
-from tests.offload.harness import BLOCK_BYTES, FINGERPRINT, content, key, meta
+from tests.offload.harness import BLOCK_BYTES, FINGERPRINT, content, key, meta, named, root
 
-WANTED = key(1)
+WANTED = named(1)
 
 
 def record(number: int) -> bytearray:
@@ -24,7 +24,7 @@ def record(number: int) -> bytearray:
 
 
 def read(
-    path: Path, raw: bytes, wanted: BlockKey = WANTED, fingerprint: bytes = FINGERPRINT
+    path: Path, raw: bytes, wanted: BlockName = WANTED, fingerprint: bytes = FINGERPRINT
 ) -> tuple[BlockMeta, bytes]:
     path.write_bytes(raw)
     into = memoryview(bytearray(BLOCK_BYTES))
@@ -33,12 +33,12 @@ def read(
         header = read_record(fd, into)
     finally:
         os.close(fd)
-    block_file.verify(header, into, fingerprint=fingerprint, key=wanted)
+    block_file.verify(header, into, fingerprint=fingerprint, name=wanted)
     return header.meta, bytes(into)
 
 
 def reason(
-    path: Path, raw: bytes, wanted: BlockKey = WANTED, fingerprint: bytes = FINGERPRINT
+    path: Path, raw: bytes, wanted: BlockName = WANTED, fingerprint: bytes = FINGERPRINT
 ) -> str:
     with pytest.raises(BlockCorruptError) as caught:
         read(path, raw, wanted, fingerprint)
@@ -57,21 +57,22 @@ def test_a_record_comes_back(path: Path) -> None:
 def test_the_layout_is_what_is_drawn() -> None:
     raw = record(1)
     assert raw[:8] == b"OWKVBLK\n"
-    assert struct.unpack_from("<II", raw, 8) == (1, 4096)
+    assert struct.unpack_from("<II", raw, 8) == (2, 4096)
     assert raw[16:48] == FINGERPRINT
     assert raw[48:80] == key(1).block_hash
     assert struct.unpack_from("<II", raw, 80) == (0, 4)
     assert raw[88:120] == key(0).block_hash
-    assert struct.unpack_from("<Q", raw, 120) == (BLOCK_BYTES,)
-    assert raw[128:144] == xxhash.xxh3_128_digest(content(1))
-    assert raw[144:152] == xxhash.xxh3_64_digest(bytes(raw[:144] + raw[152:4096]))
-    assert struct.unpack_from("<4I", raw, 152) == (1, 2, 3, 4)
+    assert raw[120:152] == root()
+    assert struct.unpack_from("<Q", raw, 152) == (BLOCK_BYTES,)
+    assert raw[160:176] == xxhash.xxh3_128_digest(content(1))
+    assert raw[176:184] == xxhash.xxh3_64_digest(bytes(raw[:176] + raw[184:4096]))
+    assert struct.unpack_from("<4I", raw, 184) == (1, 2, 3, 4)
     assert raw[4096:] == content(1)
 
 
 def test_a_long_header_takes_more_pages(path: Path) -> None:
-    assert [block_file.header_bytes(n) for n in (0, 986, 987)] == [4096, 4096, 8192]
-    long = BlockMeta(key(0).block_hash, tuple(range(3000)))
+    assert [block_file.header_bytes(n) for n in (0, 978, 979)] == [4096, 4096, 8192]
+    long = BlockMeta(key(0).block_hash, tuple(range(3000)), root())
     raw = block_file.encode_header(FINGERPRINT, key(1), long, content(1)) + content(1)
     assert len(raw) == block_file.record_bytes(3000, BLOCK_BYTES)
     assert read(path, raw) == (long, content(1))
@@ -97,10 +98,11 @@ def test_hashes_of_another_width_are_refused() -> None:
         (80, "header"),
         (84, "header"),
         (100, "header"),  # parent
-        (121, "header"),
-        (130, "header"),
-        (150, "header"),  # its own checksum
-        (152, "header"),  # a token id
+        (130, "header"),  # root
+        (153, "header"),
+        (170, "header"),
+        (180, "header"),  # its own checksum
+        (184, "header"),  # a token id
         (4095, "header"),  # padding
         (4096, "payload"),
         (4096 + BLOCK_BYTES // 2, "payload"),
@@ -114,7 +116,7 @@ def test_one_flipped_bit_is_found(path: Path, offset: int, bit: int, expected: s
     assert reason(path, raw) == expected
 
 
-@pytest.mark.parametrize("length", [0, 1, 151, 4095, 4096, 4097, 4096 + BLOCK_BYTES - 1])
+@pytest.mark.parametrize("length", [0, 1, 183, 4095, 4096, 4097, 4096 + BLOCK_BYTES - 1])
 def test_a_truncated_record_is_found(path: Path, length: int) -> None:
     assert reason(path, record(1)[:length]) in ("size", "header")
 
@@ -133,8 +135,10 @@ def test_a_zeroed_page_is_found(path: Path, page: int) -> None:
 
 def test_anothers_record_is_found(path: Path) -> None:
     assert reason(path, record(2)) == "key"
-    assert reason(path, record(1), wanted=BlockKey(key(1).block_hash, 1)) == "key"
+    assert reason(path, record(1), wanted=WANTED._replace(key=key(1, group=1))) == "key"
     assert reason(path, record(1), fingerprint=b"g" * 32) == "fingerprint"
+    for tag in ("root_tag", "parent_tag"):
+        assert reason(path, record(1), WANTED._replace(**{tag: b"another!"})) == "name"
 
 
 def test_halves_of_two_records_do_not_join(path: Path) -> None:

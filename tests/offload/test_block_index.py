@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload.block_index import BlockIndex
-from offload.tier import BlockState, Entry
+from offload.tier import BlockState, Entry, FoundBlock
 from tests.offload.harness import key
 
 
@@ -79,7 +79,7 @@ def test_adopting_leaves_known_blocks_alone() -> None:
     entry = stored(index, 1)
     saving = Entry(key(2), 0)
     index.begin_save(saving)
-    index.adopt([(key(number), 7, 1.0) for number in (1, 2, 3)])
+    index.adopt([FoundBlock(key(number), b"root", b"parent", 7, 1.0) for number in (1, 2, 3)])
     assert index.present() == [key(1), key(3)]
     assert index.get(key(1)) is entry
     assert index.num_bytes == 17

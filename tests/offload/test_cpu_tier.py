@@ -8,7 +8,7 @@ import pytest
 
 from offload.cpu_tier import CpuTier
 from offload.tier import BlockState, TierOpenError, WriteResult
-from tests.offload.harness import BLOCK_BYTES, content, key, meta
+from tests.offload.harness import BLOCK_BYTES, content, key, meta, root
 
 DONE = WriteResult(num_bytes=BLOCK_BYTES)
 FAILED = WriteResult(OSError("no"))
@@ -38,6 +38,20 @@ def test_stored_evicted_refused_while_pinned() -> None:
     assert tier.usage().evicted_blocks == 2
     assert bytes(tier.slot(pins[0])) == content(2)
     tier.check()
+
+
+def test_chains_are_known() -> None:
+    tier = CpuTier(4 * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
+    for number in (1, 2):
+        save(tier, number)
+    promotion = tier.reserve(key(3), None)
+    assert promotion is not None
+    assert tier.settle(promotion, WriteResult(num_bytes=BLOCK_BYTES, meta=meta(3)))
+    assert tier.children(key(1).block_hash) == [key(2)]
+    assert tier.children(key(2).block_hash) == [key(3)]
+    assert (tier.read_meta(key(3)), tier.read_meta(key(4))) == (meta(3), None)
+    entry = tier.pin(key(3))
+    assert (entry.root_tag, entry.parent_tag) == (root()[:8], key(2).block_hash[:8])
 
 
 def test_a_failed_save_leaves_nothing() -> None:

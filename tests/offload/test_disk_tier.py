@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
@@ -26,7 +27,9 @@ from tests.offload.harness import (
     content,
     key,
     meta,
+    named,
     physical_bytes,
+    root,
 )
 
 OpenDisk = Callable[..., DiskTier]
@@ -58,13 +61,18 @@ def survey(tier: DiskTier) -> None:
 
 
 def path_of(store: Path, number: int, fingerprint: bytes = FINGERPRINT) -> Path:
-    return store / fingerprint.hex() / "/".join(block_name(key(number)))
+    return store / fingerprint.hex() / "/".join(block_name(named(number)))
 
 
 def test_names_and_modes(open_disk: OpenDisk, store: Path) -> None:
     save(open_disk(), 1)
     digits = key(1).block_hash.hex()
-    path = store / FINGERPRINT.hex() / digits[:2] / f"{digits}.0.kv"
+    path = (
+        store
+        / FINGERPRINT.hex()
+        / digits[:2]
+        / f"{digits}.0.{root().hex()[:16]}.{key(0).block_hash.hex()[:16]}.kv"
+    )
     assert path.stat().st_size == RECORD_BYTES
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for folder in (store, path.parent, path.parent.parent):
@@ -186,7 +194,7 @@ def test_damage_is_found_at_the_read(damage: str, open_disk: OpenDisk, store: Pa
     epoch = tier.condemn(entry)
     assert epoch == 0
     assert tier.state(key(1)) is BlockState.EVICTING
-    tier.removed(entry, tier.remove(key(1), epoch))
+    tier.removed(entry, tier.remove(entry, epoch))
     assert not path.exists()
     save(tier, 1)
     assert load(tier, 1) == content(1)
@@ -217,6 +225,60 @@ def test_odd_files_are_skipped_counted_and_left(open_disk: OpenDisk, store: Path
     assert again._used_bytes >= physical_bytes(store)
     save(again, 2)  # replaces the empty file
     assert load(again, 2) == content(2)
+
+
+def test_blocks_of_format_1_are_counted_and_make_way(open_disk: OpenDisk, store: Path) -> None:
+    folder = path_of(store, 1).parent
+    folder.mkdir(parents=True)
+    old = folder / f"{key(1).block_hash.hex()}.0.kv"
+    old.write_bytes(bytes(RECORD_BYTES))
+    os.utime(old, (1e9, 1e9))
+    (store / f"{FINGERPRINT.hex()}.side").write_bytes(bytes(5000))
+    tier = open_disk(16 * RECORD_BYTES)
+    assert tier.present() == []
+    assert tier.usage().skipped == {"version": 1}
+    assert tier._used_bytes == physical_bytes(store)
+    for number in range(1, 20):
+        save(tier, number)
+    assert not old.exists()
+    assert tier.state(key(1)) is BlockState.ABSENT  # by then it was the oldest
+    assert (store / f"{FINGERPRINT.hex()}.side").exists()
+
+
+def test_a_name_that_lies_about_its_chain_is_no_block(open_disk: OpenDisk, store: Path) -> None:
+    tier = open_disk()
+    save(tier, 1)
+    path = path_of(store, 1)
+    liar = path.with_name(block_name(named(1)._replace(root_tag=b"somebody"))[1])
+    shutil.copy(path, liar)
+    survey(tier)
+    assert load(tier, 1) == content(1)
+    assert tier.usage().skipped == {"name": 1}
+    path.unlink()
+    again = open_disk()
+    with pytest.raises(BlockCorruptError, match="another chain"):
+        load(again, 1)
+
+
+def test_chains_are_known_from_names_and_records(open_disk: OpenDisk, store: Path) -> None:
+    tier = open_disk()
+    for number in (1, 2, 3):
+        save(tier, number)
+    again = open_disk()
+    for one in (tier, again):
+        assert one.children(key(1).block_hash) == [key(2)]
+        assert one.children(root()) == []
+        entry = one.pin(key(2))
+        one.unpin(entry)
+        assert (entry.root_tag, entry.parent_tag) == (root()[:8], key(1).block_hash[:8])
+        assert one.read_meta(key(2)) == meta(2)
+        assert one.read_meta(key(9)) is None
+    raw = bytearray(path_of(store, 2).read_bytes())
+    raw[190] ^= 1
+    path_of(store, 2).write_bytes(raw)
+    assert again.read_meta(key(2)) is None
+    path_of(store, 3).unlink()
+    assert again.read_meta(key(3)) is None
 
 
 def test_symbolic_links_are_not_followed(open_disk: OpenDisk, store: Path, tmp_path: Path) -> None:
@@ -506,7 +568,7 @@ def test_many_blocks_open_fast(open_disk: OpenDisk, store: Path) -> None:
     for prefix in range(256):
         (root / f"{prefix:02x}").mkdir()
     for number in range(5_000):
-        folder, name = block_name(key(number))
+        folder, name = block_name(named(number))
         fd = os.open(root / folder / name, os.O_CREAT | os.O_WRONLY)
         os.ftruncate(fd, RECORD_BYTES)
         os.close(fd)

@@ -26,13 +26,14 @@ from tests.offload.harness import (
     content,
     key,
     meta,
+    named,
 )
 
 OpenDisk = Callable[..., DiskTier]
 
 
 def block_path(store: Path, number: int) -> Path:
-    return store / FINGERPRINT.hex() / "/".join(block_name(key(number)))
+    return store / FINGERPRINT.hex() / "/".join(block_name(named(number)))
 
 
 def test_a_block_becomes_visible_only_when_its_save_has_ended(

@@ -7,17 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from offload.store_scan import Kind, block_name, parse_block_name, remove_tree, scan
+from offload.block_file import BlockName
+from offload.store_scan import (
+    Kind,
+    block_name,
+    is_outdated_name,
+    parse_block_name,
+    remove_tree,
+    scan,
+)
 from offload.tier import BlockHash, BlockKey
 
 HASH = "ab" + "0f" * 31
+TAGS = f"{'0a' * 8}.{'b1' * 8}.kv"
 
 
 @pytest.mark.parametrize("group", [0, 1, 17])
 def test_names_are_parsed_as_they_are_made(group: int) -> None:
     key = BlockKey(BlockHash(bytes.fromhex(HASH)), group)
-    assert block_name(key) == ("ab", f"{HASH}.{group}.kv")
-    assert parse_block_name(*block_name(key)) == key
+    block = BlockName(key, b"12345678", b"abcdefgh")
+    assert block_name(block) == ("ab", f"{HASH}.{group}.3132333435363738.6162636465666768.kv")
+    assert parse_block_name(*block_name(block)) == block
+    assert not is_outdated_name(*block_name(block))
 
 
 @pytest.mark.parametrize(
@@ -28,21 +39,41 @@ def test_names_are_parsed_as_they_are_made(group: int) -> None:
         f"{HASH}.kv",
         f"{HASH}..kv",
         f"{HASH}.0",
-        f"{HASH}.0.kv ",
-        f"{HASH}.00.kv",
-        f"{HASH}.-1.kv",
-        f"{HASH}.+1.kv",
-        f"{HASH}.\u0661.kv",
-        f"{HASH.upper()}.0.kv",
-        f"{HASH[:-1]}.0.kv",
-        f"{HASH}0.0.kv",
-        f"{HASH[:30]} {HASH[31:]}.0.kv",
-        f"cd{HASH[2:]}.0.kv",
-        f"x{HASH[1:]}.0.kv",
+        f"{HASH}.0.{TAGS} ",
+        f"{HASH}.00.{TAGS}",
+        f"{HASH}.-1.{TAGS}",
+        f"{HASH}.+1.{TAGS}",
+        f"{HASH}.\u0661.{TAGS}",
+        f"{HASH.upper()}.0.{TAGS}",
+        f"{HASH}.0.{TAGS.upper()}",
+        f"{HASH}.0.{TAGS[1:]}",
+        f"{HASH}.0.{TAGS[:16]}.kv",
+        f"{HASH[:-1]}.0.{TAGS}",
+        f"{HASH}0.0.{TAGS}",
+        f"{HASH[:30]} {HASH[31:]}.0.{TAGS}",
+        f"cd{HASH[2:]}.0.{TAGS}",
+        f"x{HASH[1:]}.0.{TAGS}",
     ],
 )
 def test_other_names_are_no_blocks(name: str) -> None:
     assert parse_block_name("ab", name) is None
+    assert not is_outdated_name("ab", name)
+
+
+def test_names_of_format_1_are_told_from_foreign_ones() -> None:
+    assert is_outdated_name("ab", f"{HASH}.3.kv")
+    assert parse_block_name("ab", f"{HASH}.3.kv") is None
+
+
+def test_side_records_are_no_strays(tmp_path: Path) -> None:
+    names = {f"{HASH}.side": Kind.SIDE, f"{HASH}.side-wal": Kind.SIDE, "x.side": Kind.FOREIGN}
+    for name in names:
+        (tmp_path / name).touch()
+    dir_fd = os.open(tmp_path, os.O_RDONLY)
+    found = {file.path: file for file in scan(dir_fd) if file.kind is not Kind.DIRECTORY}
+    os.close(dir_fd)
+    assert {name: file.kind for name, file in found.items()} == names
+    assert found[f"{HASH}.side"].fingerprint == HASH
 
 
 def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
