@@ -20,10 +20,12 @@ from engine.kv_layout import KVLayout
 from engine.load_policy import LoadChooser
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sessions import Sessions
 from engine.tokenizer import Tokenizer
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
+from offload.side_store import SideStore
 from offload.tier import Tier, TierOpenError
 
 if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
@@ -66,6 +68,8 @@ class EngineParts:
     torch_thread: ThreadPoolExecutor
     drafter: GuardedDrafter | None
     wake: Wake
+    sessions: Sessions
+    side: SideStore
 
     async def close(self) -> None:
         """Stop threads and close tiers. The engine loop has ended before."""
@@ -138,6 +142,8 @@ def _assemble_on_torch_thread(
         offload,
         offload_prompt_only=config.offload_prompt_only,
     )
+    side = SideStore.open(None, max_bytes=1 << 20)
+    sessions = Sessions(side)
     chooser = LoadChooser(config.load_policy, config.block_size, offload)
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
     core = EngineCore(
@@ -150,6 +156,7 @@ def _assemble_on_torch_thread(
         drafter=drafter,
         max_draft_tokens=0 if drafter is None else config.speculative_tokens,
         load_deadline=config.load_deadline,
+        sessions=sessions,
     )
     progress("ready", 100.0)
     return EngineParts(
@@ -163,6 +170,8 @@ def _assemble_on_torch_thread(
         torch_thread=torch_thread,
         drafter=drafter,
         wake=wake,
+        sessions=sessions,
+        side=side,
     )
 
 

@@ -11,8 +11,9 @@ Planning only: it moves no bytes. Copies and reads happen elsewhere, ordered bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.block_hash import block_hash
 from engine.block_pool import BlockPool
@@ -20,8 +21,9 @@ from engine.kv_groups import KVGroup
 from engine.kv_loads import KVLoads
 from engine.outputs import CachedTokens
 from engine.request import Request, committed_len
+from offload import history
 from offload.manager import OffloadManager
-from offload.tier import BlockKey, BlockMeta
+from offload.tier import BlockHash, BlockKey, BlockMeta, Forget
 
 DEVICE = "device"
 
@@ -49,7 +51,11 @@ class KVCacheManager:
         self.block_size = block_size
         self.group = KVGroup(index=0)
         self.offload = offload
-        self.pool = BlockPool(num_blocks, on_evict=offload.withdraw)
+        self.pool = BlockPool(
+            num_blocks,
+            on_evict=offload.withdraw,
+            on_reset=partial(offload.withdraw, what=history.RESET),
+        )
         self.loads = KVLoads(self.pool, offload)
         self._offload_prompt_only = offload_prompt_only
 
@@ -162,7 +168,7 @@ class KVCacheManager:
             if index < request.first_cacheable_block:
                 continue
             key = self._key(request, index)
-            if self.pool.register(key, table[index]) and self._stores(request, index):
+            if self.pool.register(key, table[index], request.root_hash) and self._stores(request, index):
                 self.offload.offer(key, self._meta(request, index), table[index])
 
     def touch(self, request: Request) -> None:
@@ -188,13 +194,42 @@ class KVCacheManager:
 
     # --- the cache as a whole ---------------------------------------------------------------
 
-    def reset(self, live: Iterable[Request]) -> int:
-        """Empty the prefix map; what live requests computed so far never enters it again."""
+    def reset(self, live: Iterable[Request], where: Forget | None = None) -> int:
+        """Empty the prefix map, or take the blocks of `where` out of it; what live requests have
+        computed of these so far never enters it again. How many keys the map lost."""
         for request in live:
-            touched = request.num_computed_tokens + request.num_inflight_tokens
-            request.first_cacheable_block = self.num_blocks_for(touched)
-        self.loads.reset()
-        return self.pool.reset()
+            if where is None or self._is_touched(request, where):
+                touched = request.num_computed_tokens + request.num_inflight_tokens
+                request.first_cacheable_block = self.num_blocks_for(touched)
+        self.loads.reset(where)
+        return self.pool.reset(where)
+
+    def _is_touched(self, request: Request, where: Forget) -> bool:
+        if request.root_hash in where.roots:
+            return True
+        return any(key in where.keys for key in self.keys(self.begun(request)))
+
+    def begun(self, request: Request) -> list[BlockHash]:
+        """The whole blocks of a request that are computed or being computed, root first."""
+        touched = request.num_computed_tokens + request.num_inflight_tokens
+        num_known = min(touched, request.num_tokens) // self.block_size
+        return [self._key(request, index).block_hash for index in range(num_known)]
+
+    def keys(self, hashes: Iterable[BlockHash]) -> list[BlockKey]:
+        """The blocks of a chain in every group, root first."""
+        return [BlockKey(block_hash, self.group.index) for block_hash in hashes]
+
+    def nearest(self, key: BlockKey) -> str | None:
+        """The nearest tier that holds a block or loads it, the device included."""
+        hit = self._find(key)
+        return None if hit is None else hit.source
+
+    def supersede(self, hashes: Sequence[BlockHash]) -> None:
+        """A branch that its conversation has left, root first: it goes before others, everywhere."""
+        keys = self.keys(hashes)
+        on_device = (self.pool.lookup(key) for key in keys)
+        self.pool.demote([block_id for block_id in on_device if block_id is not None])
+        self.offload.age(keys)
 
     def check(self, live: Iterable[Request]) -> None:
         """Conservation laws: every reference belongs to a table or a load."""

@@ -74,6 +74,12 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_admissions = 0
 
+    def foresee(self, request: Request) -> tuple[list[BlockHit], int]:
+        """What `request`, not queued, would hit if it were admitted now, and how many leading
+        blocks of that it would use."""
+        hits = self.kv.match(request)
+        return hits, self._choose_hits(request, hits)
+
     # --- queue ------------------------------------------------------------------------------
 
     @property

@@ -32,6 +32,7 @@ from offload.store_scan import (
     Kind,
     StoreFile,
     block_name,
+    find_elsewhere,
     is_outdated_name,
     open_directory,
     parse_block_name,
@@ -44,6 +45,7 @@ from offload.tier import (
     BlockMeta,
     Entry,
     FoundBlock,
+    MetasUnder,
     StrangerFile,
     TierOpenError,
     WriteResult,
@@ -250,6 +252,10 @@ class BlockDirectory:
             yield fd
         finally:
             os.close(fd)
+
+    def find_elsewhere(self, metas_under: MetasUnder) -> dict[int, str]:
+        """See `store_scan.find_elsewhere`. Raises OSError if the directory cannot be read."""
+        return find_elsewhere(self._dir_fd, self._name, metas_under)
 
     def remove(self, epoch: int, block: BlockName) -> WriteResult:
         """Unlink one block; one already gone counts as removed."""

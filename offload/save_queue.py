@@ -83,7 +83,7 @@ class SaveQueue:
         self._max_copies = max_copies
         self._max_pinned_sources = max_pinned_sources
         self._wake = wake
-        self._resident: dict[BlockKey, tuple[BlockMeta, int]] = {}
+        self.resident: dict[BlockKey, tuple[BlockMeta, int]] = {}  # offered, still on the device
         self._copying: dict[BlockKey, list[Save]] = {}
         self._active: dict[tuple[str, BlockKey], Save] = {}
         self._held: set[Save] = set()  # active, hung or overtaken: not yet ended
@@ -99,10 +99,10 @@ class SaveQueue:
             self._want(lane, key)
 
     def hold(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
-        self._resident[key] = (meta, block_id)
+        self.resident[key] = (meta, block_id)
 
     def withdraw(self, key: BlockKey) -> None:
-        if self._resident.pop(key, None) is None:
+        if self.resident.pop(key, None) is None:
             return
         for lane in self._lanes:
             lane.failed.discard(key)
@@ -124,7 +124,7 @@ class SaveQueue:
             if lane.in_memory:
                 continue
             upper = [other.tier.present() for other in self._lanes if other.in_memory]
-            for keys in (*upper, list(self._resident)):
+            for keys in (*upper, list(self.resident)):
                 for key in keys:
                     if key not in lane.barred and lane.tier.state(key) is BlockState.ABSENT:
                         self._want(lane, key)
@@ -142,7 +142,7 @@ class SaveQueue:
             self._wake()
 
     def _drop_if_lost(self, key: BlockKey) -> None:
-        if key in self._resident or key in self._copying or self._memory_source(key):
+        if key in self.resident or key in self._copying or self._memory_source(key):
             return
         for lane in self._lanes:
             if key in lane.pending:
@@ -188,7 +188,7 @@ class SaveQueue:
         source = None if lane.in_memory else self._memory_source(key)
         if source is not None and self._num_pinned_sources < self._max_pinned_sources:
             return self._write_from_memory(lane, key, source)
-        resident = self._resident.get(key)
+        resident = self.resident.get(key)
         if resident is None and source is None:
             self._lost(lane, key)
             return True
@@ -314,7 +314,7 @@ class SaveQueue:
         if isinstance(error, OSError) and error.errno is not None:
             reason = errno.errorcode.get(error.errno, reason)
         lane.skipped[reason] += 1
-        if key in self._resident:
+        if key in self.resident:
             lane.failed.add(key)
         self._tell(lane, key, saved=False)
 
@@ -335,7 +335,7 @@ class SaveQueue:
             self._tell(lane, key, saved=False)
         lane.pending.clear()
         lane.failed.clear()
-        lane.barred = set(self._resident)
+        lane.barred = set(self.resident)
         for other in self._lanes:
             if other.in_memory and other is not lane:
                 lane.barred.update(other.tier.present())

@@ -17,7 +17,7 @@ Between `reserve` and `settle` a block is invisible and its room is taken; betwe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, NewType, Protocol
@@ -49,6 +49,21 @@ class BlockMeta:
     @property
     def parent_tag(self) -> bytes:
         return self.parent_hash[:TAG_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """What a reset shall drop: whole chains by their root, and single blocks."""
+
+    roots: frozenset[BlockHash] = frozenset()
+    keys: frozenset[BlockKey] = frozenset()
+
+    def covers(self, key: BlockKey, root_hash: BlockHash) -> bool:
+        return root_hash in self.roots or key in self.keys
+
+
+# From a fingerprint to what a chain of blocks would be under it, root first.
+MetasUnder = Callable[[bytes], Sequence[tuple[BlockKey, BlockMeta]]]
 
 
 class BlockState(Enum):
@@ -244,6 +259,9 @@ class Tier(Protocol):
 
     def read_meta(self, key: BlockKey) -> BlockMeta | None:
         """What a PRESENT block claims to hold, verified; None if it cannot be told."""
+
+    def find_elsewhere(self, metas_under: MetasUnder) -> dict[int, str]:
+        """Which of these blocks another fingerprint holds here: index and fingerprint (hex)."""
 
     def remove(self, entry: Entry, epoch: int) -> WriteResult: ...
     def survey(self, request: Any) -> Any: ...

@@ -5,7 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
-from offload.tier import BlockHash, BlockKey
+from offload.tier import BlockHash, BlockKey, Forget
+
+ROOT = BlockHash(b"r" * 32)
+OTHER_ROOT = BlockHash(b"o" * 32)
 
 
 def key(number: int) -> BlockKey:
@@ -23,7 +26,7 @@ def make_pool(num_blocks: int, evicted: list[BlockKey]) -> BlockPool:
 
 def cached_block(pool: BlockPool, number: int) -> int:
     block_id = pool.allocate()
-    assert pool.register(key(number), block_id)
+    assert pool.register(key(number), block_id, ROOT)
     pool.release(block_id)
     return block_id
 
@@ -77,8 +80,8 @@ def test_a_referenced_block_is_never_handed_out(evicted: list[BlockKey]) -> None
 def test_one_key_has_one_block(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
     first, second = pool.allocate(), pool.allocate()
-    assert pool.register(key(1), first)
-    assert not pool.register(key(1), second)
+    assert pool.register(key(1), first, ROOT)
+    assert not pool.register(key(1), second, ROOT)
     assert pool.lookup(key(1)) == first
     assert pool.key_of(second) is None
     pool.release(second)
@@ -89,7 +92,7 @@ def test_one_key_has_one_block(evicted: list[BlockKey]) -> None:
 def test_reset_forgets_but_frees_nothing_referenced(evicted: list[BlockKey]) -> None:
     pool = make_pool(3, evicted)
     kept = pool.allocate()
-    pool.register(key(1), kept)
+    pool.register(key(1), kept, ROOT)
     cached_block(pool, 2)
     assert pool.reset() == 2
     assert pool.lookup(key(1)) is None
@@ -135,7 +138,7 @@ def test_against_a_model(operations: list[tuple[str, int]]) -> None:
             block = held[number % len(held)]
             if pool.key_of(block) is None:
                 fresh = key(number) not in known
-                assert pool.register(key(number), block) is fresh
+                assert pool.register(key(number), block, ROOT) is fresh
                 known.setdefault(key(number), block)
         elif verb == "f" and held:
             pool.release(held.pop(number % len(held)))
@@ -149,3 +152,46 @@ def test_against_a_model(operations: list[tuple[str, int]]) -> None:
         assert pool.num_available == 4 - len(set(held))
         for number_ in range(8):
             assert pool.lookup(key(number_)) == known.get(key(number_))
+
+
+def test_superseded_blocks_go_before_other_cached_ones_and_after_meaningless_ones(
+    evicted: list[BlockKey],
+) -> None:
+    pool = make_pool(5, evicted)
+    blocks = [cached_block(pool, number) for number in (1, 2, 3, 4)]
+    pool.demote(blocks[2:])  # root first, so the tail goes first
+    pool.allocate()
+    assert evicted == []  # the block without meaning
+    for _ in range(4):
+        pool.allocate()
+    assert evicted == [key(4), key(3), key(1), key(2)]
+    pool.check()
+
+
+def test_a_superseded_block_in_use_stays_with_its_user(evicted: list[BlockKey]) -> None:
+    pool = make_pool(2, evicted)
+    old, used = cached_block(pool, 1), cached_block(pool, 2)
+    pool.reference(used)
+    pool.demote([used])
+    pool.check()
+    pool.release(used)
+    pool.allocate()
+    assert evicted == [key(1)]
+    assert pool.lookup(key(1)) is None
+    assert pool.lookup(key(2)) == used != old
+
+
+def test_a_reset_takes_out_a_root_or_some_keys_and_nothing_else(evicted: list[BlockKey]) -> None:
+    dropped: list[BlockKey] = []
+    pool = BlockPool(4, on_evict=evicted.append, on_reset=dropped.append)
+    for number, root in ((1, ROOT), (2, OTHER_ROOT), (3, ROOT), (4, OTHER_ROOT)):
+        block_id = pool.allocate()
+        pool.register(key(number), block_id, root)
+        pool.release(block_id)
+    assert pool.reset(Forget(roots=frozenset((OTHER_ROOT,)))) == 2
+    assert [pool.lookup(key(n)) is None for n in (1, 2, 3, 4)] == [False, True, False, True]
+    assert pool.reset(Forget(keys=frozenset((key(3), key(4))))) == 1
+    assert dropped == [key(2), key(4), key(3)]
+    assert pool.reset() == 1
+    assert evicted == []
+    pool.check()
