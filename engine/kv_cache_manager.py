@@ -171,11 +171,12 @@ class KVCacheManager:
             if self.pool.register(key, table[index], request.root_hash) and self._stores(request, index):
                 self.offload.offer(key, self._meta(request, index), table[index])
 
-    def touch(self, request: Request) -> None:
-        """Make the committed chain recent in every tier, its root most of all."""
+    def touch(self, request: Request, again: bool = False) -> None:
+        """Make the committed chain recent in every tier, its root most of all; `again` if the
+        request found it."""
         count = request.num_committed_blocks
         hashes = request.block_hashes[:count]
-        self.offload.touch([BlockKey(value, self.group.index) for value in hashes])
+        self.offload.touch([BlockKey(value, self.group.index) for value in hashes], again)
 
     def release(self, request: Request) -> None:
         """Give back every block, tails first, so that heads outlive them in the prefix map."""

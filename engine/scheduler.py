@@ -244,7 +244,8 @@ class Scheduler:
             return False
         self._leave_queue(request)
         self.kv.admit(request, chosen)
-        self.kv.touch(request)
+        # Coming back after a preemption it finds what it stored itself: no sign of a chat.
+        self.kv.touch(request, again=not request.admitted_once)
         self._num_admissions += 1
         if not request.admitted_once:
             self._note_sources(request, hits, chosen)

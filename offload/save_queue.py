@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from offload.history import LOST, RESET, SAVE_FAILED
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane, outcome
 from offload.staging import Staging
@@ -108,9 +109,9 @@ class SaveQueue:
             lane.failed.discard(key)
         self._drop_if_lost(key)
 
-    def touch(self, key: BlockKey) -> None:
+    def touch(self, key: BlockKey, again: bool = False) -> None:
         for lane in self._lanes:
-            lane.tier.touch(key)
+            lane.tier.touch(key, again)
             if key in lane.failed:
                 lane.failed.discard(key)
                 self._want(lane, key)
@@ -151,6 +152,7 @@ class SaveQueue:
 
     def _lost(self, lane: Lane, key: BlockKey) -> None:
         lane.skipped["put off, then lost"] += 1
+        lane.note(key, LOST)
         self._tell(lane, key, saved=False)
 
     def _memory_source(self, key: BlockKey) -> Lane | None:
@@ -314,6 +316,7 @@ class SaveQueue:
         if isinstance(error, OSError) and error.errno is not None:
             reason = errno.errorcode.get(error.errno, reason)
         lane.skipped[reason] += 1
+        lane.note(key, SAVE_FAILED)
         if key in self.resident:
             lane.failed.add(key)
         self._tell(lane, key, saved=False)
@@ -332,6 +335,7 @@ class SaveQueue:
     def drop(self, lane: Lane) -> None:
         """The tier was reset: what was on its way is never to be seen there."""
         for key in lane.pending:
+            lane.note(key, RESET)
             self._tell(lane, key, saved=False)
         lane.pending.clear()
         lane.failed.clear()
@@ -346,7 +350,13 @@ class SaveQueue:
                 if save.job is not None:
                     save.job.cancelled = True
                 del self._active[name, key]
+                lane.note(key, RESET)
                 self._tell(lane, key, saved=False)
+
+    def drop_lost(self) -> None:
+        """Memory was reset: saves that were still to be made from it have no source any more."""
+        for key in [key for lane in self._lanes for key in lane.pending]:
+            self._drop_if_lost(key)
 
     # -- waiting and counting
 
