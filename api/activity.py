@@ -1,7 +1,8 @@
 """A log line a minute while there is work: what the tiers moved, and how much prefill that saved.
 
-    last 60 s: 3 requests ended, 4096 prompt tokens, hits device 50.0 % cpu 12.5 % disk 0.0 %, 1.9 s of
-    prefill saved; cpu: saved 16 blocks (2.0MiB), loaded 4 (0.5MiB), promoted 0, put off 0, lost 0; disk: ...
+    last 60 s: 3 requests ended, 4096 prompt tokens, hits device 50.0 % cpu 12.5 %,
+        1.9 s of prefill saved, 300 tokens generated; cpu: saved 16 blocks (2.0MiB),
+        loaded 4 (0.5MiB), promoted 0, put off 0, lost 0
 
 An idle server says nothing.
 """
@@ -25,7 +26,7 @@ LOST = "put off, then lost"  # the tiers' name for a save whose block went befor
 
 @dataclass(frozen=True, slots=True)
 class TierActivity:
-    """What one tier did in an interval; blocks and bytes. `put_off` is of its end: saves waiting."""
+    """What one tier did in an interval; `put_off` are the saves that wait at its end."""
 
     saved_blocks: int
     saved_bytes: int

@@ -30,7 +30,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.post("/pin", openapi_extra=schema_of(ConversationTtlBody))
     async def pin(request: Request) -> dict[str, int]:
-        """Keeps what is stored of it from eviction, for an hour where `ttl_seconds` is not given."""
+        """Keeps what is stored of it from eviction, for an hour without `ttl_seconds`."""
         engine = context.holder.loaded()
         body = await read(request, ConversationTtlBody)
         return engine.cache_pin(await conversation_of(engine, body), body.ttl_seconds)

@@ -66,9 +66,7 @@ class EngineHolder:
         if self.draining:
             engine.stop_intake()
         self.engine = engine
-        self._activity = asyncio.create_task(
-            ActivityLog(engine.stats).run(), name="activity log"
-        )
+        self._activity = asyncio.create_task(ActivityLog(engine.stats).run(), name="activity log")
         self._report("ready", 100.0)
 
     def _report(self, phase: str, percent: float) -> None:

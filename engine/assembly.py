@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from engine.core import EngineCore
 from engine.drafter import GuardedDrafter, build_drafter, find_drafter_class
 from engine.errors import StartupError
 from engine.kv_cache_manager import KVCacheManager
+from engine.kv_groups import KVGroup, describe_groups, group_layers
 from engine.kv_layout import KVLayout
 from engine.load_policy import LoadChooser
 from engine.model_info import ModelInfo
@@ -109,6 +110,7 @@ class _Model:
 
     loaded: LoadedModel
     runner: ModelRunner
+    groups: list[KVGroup]
     num_blocks: int
     block_bytes: int
     fingerprint: bytes
@@ -140,6 +142,7 @@ def _assemble_on_torch_thread(
         model.num_blocks,
         config.block_size,
         offload,
+        groups=model.groups,
         offload_prompt_only=config.offload_prompt_only,
     )
     side = SideStore.open(None, max_bytes=1 << 20)
@@ -147,7 +150,7 @@ def _assemble_on_torch_thread(
     chooser = LoadChooser(config.load_policy, config.block_size, offload)
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
     core = EngineCore(
-        scheduler=Scheduler(limits, kv, chooser.choose),
+        scheduler=Scheduler(limits, kv, chooser.plan),
         kv=kv,
         offload=offload,
         runner=model.runner,
@@ -190,39 +193,45 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     kernels = load_kernels(config.cache_dir)
     loaded = load_model(config, progress)
     info = loaded.info
+    groups = group_layers(info.sliding_windows, info.max_model_len)
     layout = KVLayout(
-        num_layers=info.num_layers,
+        num_layers=max(len(group.layers) for group in groups),
         num_kv_heads=info.num_kv_heads,
         head_dim=info.head_dim,
         block_size=config.block_size,
         dtype=info.dtype,
     )
-    num_blocks = _num_blocks(config, layout.block_bytes)
+    num_blocks = _num_blocks(config, layout.block_bytes, groups)
     device = next(loaded.model.parameters()).device
     cache = KVCache(num_blocks, layout, device)
-    runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size)
+    runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)
     progress("self-test", 0.0)
     check_model(loaded, runner, config.block_size, num_blocks)
     fingerprint = kv_fingerprint(
         info.fingerprint,
         kv_dtype=info.dtype,
-        layout=KV_LAYOUT_NAME,
+        layout=f"{KV_LAYOUT_NAME};{describe_groups(groups)}",
         block_size=config.block_size,
         format_version=KV_FORMAT_VERSION,
     )
-    return _Model(loaded, runner, num_blocks, layout.block_bytes, fingerprint)
+    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint)
 
 
-def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
-    """Blocks of the device pool."""
+def _num_blocks(config: EngineConfig, block_bytes: int, groups: Sequence[KVGroup]) -> int:
+    """Blocks of the device pool; every group of a request's layers needs one at least."""
+    least = len(groups)
     if config.kv_blocks is not None:
+        if config.kv_blocks < least:
+            raise StartupError(
+                f"--kv-blocks {config.kv_blocks} is too few: this model needs {least} at least"
+            )
         return config.kv_blocks
     assert config.kv_memory is not None
     num_blocks = config.kv_memory // block_bytes
-    if num_blocks < 1:
+    if num_blocks < least:
         raise StartupError(
-            f"--kv-memory {config.kv_memory} holds not one KV block of {block_bytes} bytes;"
-            " raise it or lower --block-size"
+            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {block_bytes} bytes,"
+            f" and this model needs {least} at least; raise it or lower --block-size"
         )
     return num_blocks
 

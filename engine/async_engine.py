@@ -105,8 +105,7 @@ class AsyncEngine:
         self.tokenizer = parts.tokenizer
         self.fingerprint = parts.fingerprint.hex()
         self.dead_reason: str | None = None
-        pool_tokens = parts.kv.pool.num_blocks * config.block_size
-        self.max_request_tokens = min(parts.info.max_model_len, pool_tokens)
+        self.max_request_tokens = parts.kv.capacity_tokens(parts.info.max_model_len)
         self._parts = parts
         self._core = parts.core
         self._arrivals: deque[LiveRequest] = deque()

@@ -14,8 +14,8 @@ from typing import Any
 from engine.block_hash import chain_hashes, root_hash
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
-from engine.kv_cache_manager import DEVICE
 from engine.prefetch import Prefetcher
+from engine.prefix_match import DEVICE
 from engine.sessions import Sessions
 from offload.side_store import SideStore
 from offload.tier import BlockHash, BlockKey, BlockMeta, Forget, OffloadError
@@ -165,9 +165,7 @@ class CacheControl:
             self._pin(conversation, ttl_seconds)  # where it lies now
         return {"blocks": num_nearer, "bytes": num_nearer * self._block_bytes}
 
-    async def _stored_blocks(
-        self, hashes: Sequence[BlockHash]
-    ) -> list[tuple[BlockKey, BlockMeta]]:
+    async def _stored_blocks(self, hashes: Sequence[BlockHash]) -> list[tuple[BlockKey, BlockMeta]]:
         """The leading blocks that are held anywhere, and what each claims to hold."""
         held: list[BlockKey] = []
         for block_hash in hashes:

@@ -114,7 +114,8 @@ class EngineCore:
 
     def next_deadline(self) -> float | None:
         """Monotonic time at which a load in flight becomes a miss."""
-        deadlines = [r.load_deadline for r in self.scheduler.loading if r.load_deadline is not None]
+        waiting = self.scheduler.waiting_for_loads()
+        deadlines = [r.load_deadline for r in waiting if r.load_deadline is not None]
         return min(deadlines, default=None)
 
     # --- the step ---------------------------------------------------------------------------
@@ -157,12 +158,18 @@ class EngineCore:
 
     def _expire_loads(self) -> None:
         now = time.monotonic()
-        for request in list(self.scheduler.loading):
+        for request in self.scheduler.waiting_for_loads():
+            patience = min(self._load_deadline, request.load_patience)
             if request.load_deadline is None:
-                request.load_deadline = now + self._load_deadline
-            elif request.load_deadline <= now:
-                logger.warning("request %s: loads timed out, recomputing", request.request_id)
-                self.scheduler.load_failed(request, min(request.pending_loads.values()))
+                request.load_deadline = now + patience
+            if request.load_deadline <= now:
+                logger.log(
+                    logging.WARNING if patience == self._load_deadline else logging.DEBUG,
+                    "request %s: loads took longer than %.1f s, recomputing",
+                    request.request_id,
+                    patience,
+                )
+                self.scheduler.load_late(request)
 
     async def _propose_drafts(self) -> None:
         if self._drafter is None:
@@ -201,7 +208,7 @@ class EngineCore:
         return SequenceInput(
             token_ids=token_ids,
             start=start,
-            block_table=request.block_tables[0][: self.kv.num_blocks_for(end)],
+            block_tables=[table[: self.kv.num_blocks_for(end)] for table in request.block_tables],
             sample_rows=self._sample_rows(scheduled),
             prompt_logprobs=self._prompt_logprob_rows(request, start, num_known),
         )
@@ -249,7 +256,8 @@ class EngineCore:
         if not plan:
             return
         self._num_failed_steps = 0
-        self._chooser.observe_pass(sum(s.num_rows for s in plan), output.seconds)
+        num_prompt_rows = sum(s.num_rows for s in plan if not s.request.is_decoding)
+        self._chooser.observe_pass(num_prompt_rows, output.seconds)
         for scheduled, draws, prompt in zip(
             plan, output.draws, output.prompt_logprobs, strict=True
         ):

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engine.block_hash import chain_hashes, root_hash
-from engine.kv_cache_manager import DEVICE, count_by_tier
+from engine.prefix_match import PrefixHit, count_by_tier
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.sessions import num_common
@@ -51,14 +51,14 @@ class BlockReport:
     """One whole block of the prompt. `reason` says why it would not be used, None if it would."""
 
     index: int
-    key: BlockKey
+    block_hash: BlockHash
     tiers: list[str] = field(default_factory=list)
     reason: str | None = None
 
     def body(self) -> dict[str, Any]:
         return {
             "index": self.index,
-            "hash": self.key.block_hash.hex(),
+            "hash": self.block_hash.hex(),
             "tiers": self.tiers,
             "reason": self.reason,
         }
@@ -96,10 +96,13 @@ class Explainer:
         self, request: Request, cache_salt: str | None, *, is_admin: bool
     ) -> dict[str, Any]:
         """The answer for a request that is not queued; of one moment, but for what lies on disk."""
-        hits, num_used = self._scheduler.foresee(request)
-        cached = count_by_tier([hit.source for hit in hits[:num_used]], self._kv.block_size)
-        reports = self._reports(request, len(hits), num_used)
-        missing = [report for report in reports if not report.tiers]
+        hit, start = self._scheduler.foresee(request)
+        used = (*hit.sources[: hit.num_device], *hit.sources[start : hit.num_held])
+        cached = count_by_tier(used, self._kv.block_size)
+        reports = self._reports(request, hit, start)
+        missing = [
+            report for report in reports if not report.tiers and report.index >= hit.num_held
+        ]
         if missing:
             await self._explain_missing(request, missing, cache_salt, is_admin)
         return {
@@ -108,30 +111,37 @@ class Explainer:
             "blocks": [report.body() for report in reports],
         }
 
-    def _reports(self, request: Request, num_hits: int, num_used: int) -> list[BlockReport]:
-        block_size = self._kv.block_size
-        hashes = chain_hashes(request.root_hash, request.prompt_token_ids, block_size)
-        reports = [
-            BlockReport(index, key, self._holders(key))
-            for index, key in enumerate(self._kv.keys(hashes))
-        ]
-        for report in reports[num_used:]:
-            if report.tiers:
-                report.reason = self._why_unused(request, report.index, num_hits)
+    def _reports(self, request: Request, hit: PrefixHit, start: int) -> list[BlockReport]:
+        hashes = chain_hashes(request.root_hash, request.prompt_token_ids, self._kv.block_size)
+        reports = [BlockReport(i, value, self._holders(value)) for i, value in enumerate(hashes)]
+        for report in reports:
+            is_used = report.index < hit.num_device or start <= report.index < hit.num_held
+            if report.tiers and not is_used:
+                report.reason = self._why_unused(request, report.index, hit)
         return reports
 
-    def _holders(self, key: BlockKey) -> list[str]:
-        nearest = self._kv.nearest(key)
-        below = self._kv.offload.inquiry.holders(key)
-        return below if nearest is None else list(dict.fromkeys((nearest, *below)))
+    def _holders(self, block_hash: BlockHash) -> list[str]:
+        """The tiers that hold the block or load it, nearest first."""
+        held: dict[str, None] | None = None
+        for key in self._kv.prefix_keys(block_hash):
+            nearest = self._kv.nearest(key)
+            below = self._kv.offload.inquiry.holders(key)
+            tiers = dict.fromkeys([nearest, *below] if nearest else below)
+            held = tiers if held is None else {t: None for t in held if t in tiers}
+        return list(held or ())
 
-    def _why_unused(self, request: Request, index: int, num_hits: int) -> str:
+    def _is_held(self, block_hash: BlockHash) -> bool:
+        return all(self._kv.nearest(key) for key in self._kv.prefix_keys(block_hash))
+
+    def _why_unused(self, request: Request, index: int, hit: PrefixHit) -> str:
         if request.wants_prompt_logprobs:
             return "held, but log-probabilities of the prompt want every position computed"
-        if index < num_hits:
+        if index < hit.num_held:
             return "held, but computing it is faster than loading it (--load-policy)"
         if (index + 1) * self._kv.block_size >= request.num_tokens:
             return "held, but at least one token is always computed"
+        if index < hit.num_shared:
+            return "held, but a sliding window before it is not"
         return "held, but a block before it is missing"
 
     async def _explain_missing(
@@ -139,7 +149,7 @@ class Explainer:
     ) -> None:
         unknown: list[BlockReport] = []
         for report in missing:
-            fates = self._kv.offload.fate(report.key)
+            fates = self._fates(report.block_hash)
             report.reason = _told(fates) if fates else NEVER_STORED
             if not fates:
                 unknown.append(report)
@@ -157,13 +167,17 @@ class Explainer:
         if first.reason == NEVER_STORED and first is missing[0]:
             first.reason = await self._nearest(request, first)
 
-    async def _under_other_fingerprints(
-        self, request: Request, salt: str | None
-    ) -> dict[int, str]:
+    def _fates(self, block_hash: BlockHash) -> list[Fate]:
+        keys = self._kv.prefix_keys(block_hash)
+        missing = [key for key in keys if self._kv.nearest(key) is None]
+        return self._kv.offload.fate(missing[0]) if missing else []
+
+    async def _under_other_fingerprints(self, request: Request, salt: str | None) -> dict[int, str]:
         block_size, tokens = self._kv.block_size, tuple(request.prompt_token_ids)
+        group = self._kv.prefix_keys(request.root_hash)[0].group
 
         def metas_under(fingerprint: bytes) -> Sequence[tuple[BlockKey, BlockMeta]]:
-            return _chain(root_hash(fingerprint, salt), tokens, block_size)
+            return _chain(root_hash(fingerprint, salt), tokens, block_size, group)
 
         return await self._kv.offload.inquiry.elsewhere(metas_under)
 
@@ -173,10 +187,9 @@ class Explainer:
         found: set[int] = set()
         for other in self._salts.others(salt):
             root = root_hash(self._fingerprint, other)
-            first = chain_hashes(root, tokens[:block_size], block_size)
-            if any(self._kv.nearest(key) for key in self._kv.keys(first)):
-                keys = self._kv.keys(chain_hashes(root, tokens, block_size))
-                found |= {index for index, key in enumerate(keys) if self._kv.nearest(key)}
+            if all(map(self._is_held, chain_hashes(root, tokens[:block_size], block_size))):
+                hashes = chain_hashes(root, tokens, block_size)
+                found |= {index for index, value in enumerate(hashes) if self._is_held(value)}
         return found
 
     async def _nearest(self, request: Request, report: BlockReport) -> str:
@@ -209,13 +222,13 @@ def _utc(when: float) -> str:
 
 
 def _chain(
-    root: BlockHash, token_ids: Sequence[int], block_size: int
+    root: BlockHash, token_ids: Sequence[int], block_size: int, group: int
 ) -> list[tuple[BlockKey, BlockMeta]]:
     hashes = chain_hashes(root, token_ids, block_size)
     parents = [root, *hashes]
     return [
         (
-            BlockKey(value, 0),
+            BlockKey(value, group),
             BlockMeta(parent, tuple(token_ids[i * block_size : (i + 1) * block_size]), root),
         )
         for i, (value, parent) in enumerate(zip(hashes, parents, strict=False))

@@ -93,9 +93,7 @@ class KVLoads:
     def loaded(self, ticket: int) -> list[Request]:
         """The bytes are in place and verified: publish the block; returns who waited for it."""
         load = self._remove(ticket)
-        if load.publish and self._pool.register(
-            load.key, load.block_id, load.meta.root_hash
-        ):
+        if load.publish and self._pool.register(load.key, load.block_id, load.meta.root_hash):
             self._offload.hold(load.key, load.meta, load.block_id)
         self._pool.release(load.block_id)
         for request in load.waiters:
@@ -110,10 +108,10 @@ class KVLoads:
         self._pool.release(load.block_id)
         return [(request, request.pending_loads.pop(ticket)) for request in load.waiters]
 
-    def leave(self, request: Request, first_block: int = 0) -> None:
-        """`request` does without its blocks from `first_block` on."""
+    def leave(self, request: Request, indices: range | None = None) -> None:
+        """`request` does without its blocks at `indices`, None: without any."""
         for ticket, index in list(request.pending_loads.items()):
-            if index < first_block:
+            if indices is not None and index not in indices:
                 continue
             del request.pending_loads[ticket]
             load = self._by_ticket[ticket]

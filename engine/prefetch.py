@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from engine.kv_cache_manager import DEVICE
+from engine.prefix_match import DEVICE
 from engine.scheduler import Scheduler
 from offload.tier import BlockKey, BlockMeta
 
@@ -80,7 +80,8 @@ class Prefetcher:
 
     def _device_room(self) -> int:
         """What no running request is about to grow into, and nobody waits for."""
-        spare = self._kv.pool.num_available - len(self._scheduler.running)
+        growth = len(self._scheduler.running) * len(self._kv.groups)
+        spare = self._kv.pool.num_available - growth
         return max(0, int(spare * MAX_SHARE))
 
     def _to_device(self, key: BlockKey, meta: BlockMeta) -> int | None:

@@ -70,7 +70,7 @@ class Sessions:
         self._store.delete(TABLE, space, _name(key))
 
 
-def num_common(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
     """Length of the common prefix."""
     count = 0
     for ours, theirs in zip(one, other, strict=False):

@@ -22,6 +22,7 @@ _PATIENCE = 0.002  # seconds between looks
 
 T = TypeVar("T")
 
+
 class Inquiry:
     """`resident` are the blocks of the device that the tiers were offered. Planner only."""
 
@@ -83,9 +84,11 @@ class Inquiry:
         job = lane.threads.submit(question, Urgency.UPKEEP, lambda job: None)
         deadline = time.monotonic() + _ANSWER_SECONDS
         try:
-            while not job.finished and time.monotonic() < deadline:
+            while not job.finished:
+                if time.monotonic() > deadline:
+                    return None
                 await asyncio.sleep(_PATIENCE)
         finally:
             job.cancelled = True
-        answer: T | None = job.result if job.finished and job.error is None else None
+        answer: T | None = job.result if job.error is None else None
         return answer

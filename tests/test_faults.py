@@ -14,7 +14,10 @@ import pytest
 
 from engine import assembly
 from engine.async_engine import AsyncEngine
+from engine.block_chain import hash_at
+from engine.block_hash import root_hash
 from engine.outputs import FinishReason
+from engine.request import Request
 from tests.offload.harness import FaultyTier
 from tests.running_engine import (
     ask,
@@ -70,8 +73,8 @@ async def test_a_bad_block_in_mid_prefix_shortens_the_hit(
         names = {path.name for path in block_files(store)}
     assert len(names) == 11  # 45 committed positions
     async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
-        key = engine._core.kv._key(probe(engine, PROMPT), 6)
-        (victim,) = store.rglob(f"{key.block_hash.hex()}.*")
+        block_hash = hash_at(probe(engine, PROMPT), 6, BLOCK_SIZE)
+        (victim,) = store.rglob(f"{block_hash.hex()}.*")
         if damage == "truncate":
             victim.write_bytes(victim.read_bytes()[:-100])
         elif damage == "flip":
@@ -93,9 +96,6 @@ async def test_a_bad_block_in_mid_prefix_shortens_the_hit(
 
 def probe(engine: AsyncEngine, prompt: list[int]) -> Any:
     """A request that is never scheduled, for its keys."""
-    from engine.block_hash import root_hash
-    from engine.request import Request
-
     return Request(
         request_id="probe",
         prompt_token_ids=prompt,
@@ -263,8 +263,9 @@ async def test_prompt_only_offload_keeps_generated_blocks_on_the_device(
         assert engine.stats().tiers["disk"].blocks == len(PROMPT) // BLOCK_SIZE
         replay = await ask(engine, [*PROMPT, *answer.token_ids, 9], greedy(1))
         assert replay.cached.device == 60  # 41 + 20 - 1
-        await engine.cache_flush()
-        assert engine.stats().tiers["disk"].blocks == len(PROMPT) // BLOCK_SIZE
+        await saves_done(engine)
+        assert engine.stats().tiers["disk"].blocks == (41 + 20 + 1) // BLOCK_SIZE  # all its prompt
+        assert (await engine.cache_flush())["saved"] == {"disk": 0}
 
 
 async def test_a_flush_does_not_bring_back_what_a_reset_of_the_disk_dropped(

@@ -115,7 +115,7 @@ def test_releasing_too_often_is_an_error(evicted: list[BlockKey]) -> None:
 def test_check_finds_a_leak(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
     block = pool.allocate()
-    pool._unreferenced[block] = None
+    pool._free[block] = None
     with pytest.raises(AssertionError, match="misfiled"):
         pool.check()
 
@@ -154,31 +154,43 @@ def test_against_a_model(operations: list[tuple[str, int]]) -> None:
             assert pool.lookup(key(number_)) == known.get(key(number_))
 
 
-def test_superseded_blocks_go_before_other_cached_ones_and_after_meaningless_ones(
-    evicted: list[BlockKey],
-) -> None:
-    pool = make_pool(5, evicted)
-    blocks = [cached_block(pool, number) for number in (1, 2, 3, 4)]
-    pool.demote(blocks[2:])  # root first, so the tail goes first
-    pool.allocate()
-    assert evicted == []  # the block without meaning
-    for _ in range(4):
+def test_cold_blocks_go_after_free_ones_and_before_all_others(evicted: list[BlockKey]) -> None:
+    pool = make_pool(4, evicted)
+    blocks = [pool.allocate() for _ in range(3)]
+    keys = [key(number) for number in range(3)]
+    for name, block in zip(keys, blocks, strict=True):
+        pool.register(name, block, ROOT)
+    pool.release(blocks[0])
+    pool.release(blocks[1], cold=True)
+    pool.release(blocks[2])
+    pool.demote(blocks[2])
+    for expected in ([], [keys[1]], [keys[1], keys[2]], [keys[1], keys[2], keys[0]]):
         pool.allocate()
-    assert evicted == [key(4), key(3), key(1), key(2)]
+        assert evicted == expected
     pool.check()
 
 
-def test_a_superseded_block_in_use_stays_with_its_user(evicted: list[BlockKey]) -> None:
+def test_a_demoted_block_that_is_referenced_stays_where_it_is(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
-    old, used = cached_block(pool, 1), cached_block(pool, 2)
-    pool.reference(used)
-    pool.demote([used])
+    block = pool.allocate()
+    pool.register(key(1), block, ROOT)
+    pool.demote(block)
     pool.check()
-    pool.release(used)
+    pool.release(block)
     pool.allocate()
-    assert evicted == [key(1)]
+    assert evicted == []
+
+
+def test_forgetting_a_block_frees_its_memory_first(evicted: list[BlockKey]) -> None:
+    pool = make_pool(2, evicted)
+    block = pool.allocate()
+    pool.register(key(1), block, ROOT)
+    assert pool.forget(block)
+    assert not pool.forget(block)
+    pool.check()
+    pool.release(block)
     assert pool.lookup(key(1)) is None
-    assert pool.lookup(key(2)) == used != old
+    assert evicted == [key(1)]
 
 
 def test_a_reset_takes_out_a_root_or_some_keys_and_nothing_else(evicted: list[BlockKey]) -> None:

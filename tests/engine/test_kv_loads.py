@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from engine.scheduler import Scheduler, SchedulerLimits
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
-from tests.engine.planning import BLOCK_SIZE, FINGERPRINT, make_request, run_to_end
+from tests.engine.planning import BLOCK_SIZE, FINGERPRINT, make_request, run_to_end, settle
 
 BLOCK_BYTES = 4096
 NUM_CPU_BLOCKS = 4
@@ -37,24 +36,6 @@ def scheduler(disk: DiskTier) -> Scheduler:
     return Scheduler(SchedulerLimits(4, 64), KVCacheManager(32, BLOCK_SIZE, offload))
 
 
-def settle(scheduler: Scheduler) -> None:
-    """Rounds of copies until no save and no load is under way."""
-    offload, loads = scheduler.kv.offload, scheduler.kv.loads
-    deadline = time.monotonic() + 10
-    while not offload.idle():
-        assert time.monotonic() < deadline, "transfers do not end"
-        transfers = offload.poll()
-        assert not transfers.failed_loads
-        loads.copying(transfers.copies_in)
-        offload.copied_out(transfers.copies_out)
-        offload.copied_in(transfers.copies_in)
-        for copy in transfers.copies_in:
-            for request in loads.loaded(copy.ticket):
-                if not request.pending_loads:
-                    scheduler.loads_settled(request)
-        time.sleep(0.002)
-
-
 def serve(scheduler: Scheduler, request: Request) -> None:
     scheduler.add(request)
     run_to_end(scheduler)
@@ -66,7 +47,7 @@ def test_promoting_a_head_does_not_evict_the_tail_of_the_same_hit(scheduler: Sch
     serve(scheduler, make_request(PROMPT, max_tokens=1))
     scheduler.kv.reset([])
     again = make_request(PROMPT, max_tokens=1)
-    sources = [hit.source for hit in scheduler.kv.match(again)]
+    sources = scheduler.kv.match(again).sources
     assert (sources[0], sources[-1]) == ("disk", "cpu")
     scheduler.add(again)
     assert scheduler.schedule() == []
