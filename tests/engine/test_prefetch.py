@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from engine.block_hash import chain_hashes, root_hash
-from engine.kv_cache_manager import KVCacheManager
-from engine.prefetch import Prefetcher
-from engine.scheduler import Scheduler, SchedulerLimits
-from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
-from offload.manager import OffloadManager
-from offload.tier import BlockKey, BlockMeta, Tier
+from offload.tier import BlockKey, BlockMeta
+from tests.engine.planned_engine import BLOCK_BYTES, PlannedEngine, cpu, saved
 from tests.engine.planning import BLOCK_SIZE, FINGERPRINT, make_request, run_to_end
 from tests.offload.harness import FaultyTier
 
-BLOCK_BYTES = 4096
 NUM_BLOCKS = 10
 PROMPT = list(range(NUM_BLOCKS * BLOCK_SIZE + 1))
-ROOT = root_hash(FINGERPRINT)
 
 
 @pytest.fixture
@@ -32,62 +26,17 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
     tier = DiskTier.open(
         tmp_path / "store", fingerprint=FINGERPRINT, block_bytes=BLOCK_BYTES, capacity_bytes=1 << 24
     )
-    scheduler = Engine([tier]).scheduler
-    scheduler.add(make_request(PROMPT, max_tokens=1))
-    run_to_end(scheduler)
-    asyncio.run(saved(scheduler))
+    asyncio.run(Engine([tier]).serve(make_request(PROMPT, max_tokens=1)))
     yield tier
     tier.close()
 
 
-async def saved(scheduler: Scheduler) -> None:
-    while not scheduler.kv.offload.idle():
-        play_round(scheduler)
-        await asyncio.sleep(0.001)
+class Engine(PlannedEngine):
+    """One that knows the blocks of the prompt."""
 
-
-def play_round(scheduler: Scheduler) -> None:
-    """What one step of the engine does for transfers."""
-    offload, loads = scheduler.kv.offload, scheduler.kv.loads
-    transfers = offload.poll()
-    loads.copying(transfers.copies_in)
-    for ticket in transfers.failed_loads:
-        for request, index in loads.failed(ticket):
-            scheduler.load_failed(request, index)
-    offload.copied_out(transfers.copies_out)
-    offload.copied_in(transfers.copies_in)
-    for copy in transfers.copies_in:
-        for request in loads.loaded(copy.ticket):
-            if not request.pending_loads:
-                scheduler.loads_settled(request)
-    scheduler.kv.check(scheduler.live())
-
-
-class Engine:
-    """Everything but the model: a pool, tiers, and a prefetcher."""
-
-    def __init__(self, tiers: list[Tier], num_blocks: int = 64) -> None:
-        offload = OffloadManager(tiers, block_bytes=BLOCK_BYTES)
-        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, offload)
-        self.scheduler = Scheduler(SchedulerLimits(4, 64), self.kv)
-        self.is_alive = True
-        self.prefetcher = Prefetcher(
-            self.scheduler, is_alive=lambda: self.is_alive, stall_seconds=5.0
-        )
-        self.keys = self.kv.keys(chain_hashes(ROOT, PROMPT, BLOCK_SIZE))
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async def loop() -> None:
-            while True:
-                play_round(self.scheduler)
-                await asyncio.sleep(0.001)
-
-        task = asyncio.create_task(loop())
-        yield
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled(), task.exception()
+    keys: ClassVar = [
+        BlockKey(value, 0) for value in chain_hashes(root_hash(FINGERPRINT), PROMPT, BLOCK_SIZE)
+    ]
 
     async def blocks(self) -> list[tuple[BlockKey, BlockMeta]]:
         metas = await self.kv.offload.inquiry.metas(self.keys)
@@ -99,10 +48,6 @@ class Engine:
 
     def places(self) -> list[str | None]:
         return [self.kv.nearest(key) for key in self.keys]
-
-
-def cpu(num_blocks: int) -> CpuTier:
-    return CpuTier(num_blocks * BLOCK_BYTES, block_bytes=BLOCK_BYTES)
 
 
 async def test_blocks_come_to_the_device_and_the_next_turn_hits_them(disk: DiskTier) -> None:
