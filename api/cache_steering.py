@@ -14,7 +14,7 @@ from api.protocol import ConversationBody, ConversationTtlBody
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
-    from engine.cache_control import Conversation
+    from engine.cache_control import CacheSelector
 
 SELECTORS = ("prompt_cache_key", "prompt", "messages")
 
@@ -33,27 +33,27 @@ def router(context: Context) -> APIRouter:
         """Keeps what is stored of it from eviction, for an hour without `ttl_seconds`."""
         engine = context.holder.loaded()
         body = await read(request, ConversationTtlBody)
-        return engine.cache_pin(await conversation_of(engine, body), body.ttl_seconds)
+        return engine.cache_pin(await selector_of(engine, body), body.ttl_seconds)
 
     @routes.post("/unpin", openapi_extra=schema_of(ConversationBody))
     async def unpin(request: Request) -> dict[str, int]:
         engine = context.holder.loaded()
         body = await read(request, ConversationBody)
-        return engine.cache_unpin(await conversation_of(engine, body))
+        return engine.cache_unpin(await selector_of(engine, body))
 
     @routes.post("/prefetch", openapi_extra=schema_of(ConversationTtlBody))
     async def prefetch(request: Request) -> dict[str, int]:
         """Brings what is stored of it nearer, and pins it where `ttl_seconds` is given."""
         engine = context.holder.for_new_work()
         body = await read(request, ConversationTtlBody)
-        return await engine.cache_prefetch(await conversation_of(engine, body), body.ttl_seconds)
+        return await engine.cache_prefetch(await selector_of(engine, body), body.ttl_seconds)
 
     return routes
 
 
-async def conversation_of(engine: AsyncEngine, body: ConversationBody) -> Conversation:
+async def selector_of(engine: AsyncEngine, body: ConversationBody) -> CacheSelector:
     """What the body names. Raises `ApiError` 400 for none or more than one selector."""
-    from engine.cache_control import Conversation
+    from engine.cache_control import CacheSelector
 
     given = [name for name in SELECTORS if getattr(body, name) is not None]
     if len(given) != 1:
@@ -62,7 +62,7 @@ async def conversation_of(engine: AsyncEngine, body: ConversationBody) -> Conver
             f"Give exactly one of {one_of}.", given[1] if given else SELECTORS[0], "invalid_value"
         )
     if body.prompt_cache_key is not None:
-        return Conversation(body.cache_salt, prompt_cache_key=body.prompt_cache_key)
+        return CacheSelector(body.cache_salt, prompt_cache_key=body.prompt_cache_key)
     special = body.add_special_tokens
     if body.messages is not None:
         prompt = await encode_messages(engine, body.messages, special is True)
@@ -73,4 +73,4 @@ async def conversation_of(engine: AsyncEngine, body: ConversationBody) -> Conver
                 f"'prompt' holds {len(prompts)} prompts; give one.", "prompt", "invalid_value"
             )
         prompt = await encode_prompt(engine, prompts[0], special is not False)
-    return Conversation(body.cache_salt, token_ids=prompt.token_ids)
+    return CacheSelector(body.cache_salt, token_ids=prompt.token_ids)

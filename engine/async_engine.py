@@ -22,7 +22,7 @@ from typing import Any
 
 from engine.assembly import EngineParts, assemble
 from engine.block_hash import root_hash
-from engine.cache_control import CacheControl, Conversation
+from engine.cache_control import CacheControl, CacheSelector
 from engine.config import EngineConfig
 from engine.core import LiveRequest
 from engine.detokenizer import Detokenizer
@@ -451,21 +451,21 @@ class AsyncEngine:
         return dropped
 
     def cache_pin(
-        self, conversation: Conversation, ttl_seconds: float | None = None
+        self, selector: CacheSelector, ttl_seconds: float | None = None
     ) -> dict[str, int]:
         """Keep what tiers below the device hold of it now from eviction, for an hour unless said
         otherwise: `{blocks, bytes}`. Pinning again replaces the pin.
 
         At most half of each tier can be pinned. InvalidRequestError where there is no such tier.
         """
-        return self._cache.pin(conversation, ttl_seconds)
+        return self._cache.pin(selector, ttl_seconds)
 
-    def cache_unpin(self, conversation: Conversation) -> dict[str, int]:
+    def cache_unpin(self, selector: CacheSelector) -> dict[str, int]:
         """End a pin, named as it was made: `{blocks, bytes}` that it held."""
-        return self._cache.unpin(conversation)
+        return self._cache.unpin(selector)
 
     async def cache_prefetch(
-        self, conversation: Conversation, ttl_seconds: float | None = None
+        self, selector: CacheSelector, ttl_seconds: float | None = None
     ) -> dict[str, int]:
         """Bring its blocks to the device or the CPU tier as far as there is room that nobody
         needs: `{blocks, bytes}` that are nearer now. With a TTL they are pinned, too.
@@ -473,7 +473,7 @@ class AsyncEngine:
         Returns when they have come. Cancelled, it gives up what has not. Raises as `cache_pin`.
         """
         self._check_alive()
-        return await self._cache.prefetch(conversation, ttl_seconds)
+        return await self._cache.prefetch(selector, ttl_seconds)
 
     async def cache_explain(
         self,
@@ -516,4 +516,4 @@ async def _wait(event: asyncio.Event, seconds: float | None) -> None:
         pass
 
 
-__all__ = ["AsyncEngine", "Conversation", "FinishReason", "RequestStream"]
+__all__ = ["AsyncEngine", "CacheSelector", "FinishReason", "RequestStream"]

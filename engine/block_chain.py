@@ -19,8 +19,7 @@ def hash_at(request: Request, index: int, block_size: int) -> BlockHash:
 def meta_at(request: Request, index: int, block_size: int) -> BlockMeta:
     """What block `index`, hashed before, claims to hold."""
     parent = request.block_hashes[index - 1] if index else request.root_hash
-    tokens = tuple(_tokens(request, index, block_size))
-    return BlockMeta(parent, tokens, request.root_hash)
+    return BlockMeta(parent, tuple(_tokens(request, index, block_size)), request.root_hash)
 
 
 def _tokens(request: Request, index: int, block_size: int) -> list[int]:

@@ -24,7 +24,7 @@ DEFAULT_PIN_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class CacheSelector:
     """Exactly one of `prompt_cache_key` and `token_ids` names it, within the salt's space."""
 
     cache_salt: str | None
@@ -135,34 +135,34 @@ class CacheControl:
 
     # --- steering ---------------------------------------------------------------------------
 
-    def pin(self, conversation: Conversation, ttl_seconds: float | None) -> dict[str, int]:
+    def pin(self, selector: CacheSelector, ttl_seconds: float | None) -> dict[str, int]:
         """See `AsyncEngine.cache_pin`."""
         self._need_a_tier("pinning")
-        return self._pin(conversation, DEFAULT_PIN_SECONDS if ttl_seconds is None else ttl_seconds)
+        return self._pin(selector, DEFAULT_PIN_SECONDS if ttl_seconds is None else ttl_seconds)
 
-    def _pin(self, conversation: Conversation, ttl_seconds: float) -> dict[str, int]:
-        keys = self._core.kv.keys(self._hashes(conversation))
+    def _pin(self, selector: CacheSelector, ttl_seconds: float) -> dict[str, int]:
+        keys = self._core.kv.keys(self._hashes(selector))
         until = time.time() + ttl_seconds
-        blocks, num_bytes = self._core.offload.pin(self._name(conversation), keys, until)
+        blocks, num_bytes = self._core.offload.pin(self._name(selector), keys, until)
         return {"blocks": blocks, "bytes": num_bytes}
 
-    def unpin(self, conversation: Conversation) -> dict[str, int]:
+    def unpin(self, selector: CacheSelector) -> dict[str, int]:
         """See `AsyncEngine.cache_unpin`."""
         self._need_a_tier("unpinning")
-        blocks, num_bytes = self._core.offload.unpin(self._name(conversation))
+        blocks, num_bytes = self._core.offload.unpin(self._name(selector))
         return {"blocks": blocks, "bytes": num_bytes}
 
     async def prefetch(
-        self, conversation: Conversation, ttl_seconds: float | None
+        self, selector: CacheSelector, ttl_seconds: float | None
     ) -> dict[str, int]:
         """See `AsyncEngine.cache_prefetch`."""
         self._need_a_tier("prefetching")
         if ttl_seconds is not None:
-            self._pin(conversation, ttl_seconds)  # nothing of it goes while it is being loaded
-        blocks = await self._stored_blocks(self._hashes(conversation))
+            self._pin(selector, ttl_seconds)  # nothing of it goes while it is being loaded
+        blocks = await self._stored_blocks(self._hashes(selector))
         num_nearer = await self._prefetcher.run(blocks)
         if ttl_seconds is not None:
-            self._pin(conversation, ttl_seconds)  # where it lies now
+            self._pin(selector, ttl_seconds)  # where it lies now
         return {"blocks": num_nearer, "bytes": num_nearer * self._block_bytes}
 
     async def _stored_blocks(self, hashes: Sequence[BlockHash]) -> list[tuple[BlockKey, BlockMeta]]:
@@ -176,19 +176,19 @@ class CacheControl:
         metas = await self._core.offload.inquiry.metas(held)
         return [(key, metas[key]) for key in held if key in metas]
 
-    def _hashes(self, conversation: Conversation) -> list[BlockHash]:
-        space = root_hash(self._fingerprint, conversation.cache_salt)
-        if conversation.prompt_cache_key is not None:
-            return list(self._sessions.get(space, conversation.prompt_cache_key).chain)
-        assert conversation.token_ids is not None
-        return chain_hashes(space, conversation.token_ids, self._core.kv.block_size)
+    def _hashes(self, selector: CacheSelector) -> list[BlockHash]:
+        space = root_hash(self._fingerprint, selector.cache_salt)
+        if selector.prompt_cache_key is not None:
+            return list(self._sessions.get(space, selector.prompt_cache_key).chain)
+        assert selector.token_ids is not None
+        return chain_hashes(space, selector.token_ids, self._core.kv.block_size)
 
-    def _name(self, conversation: Conversation) -> str:
+    def _name(self, selector: CacheSelector) -> str:
         """Of a pin. Equal for equal selectors, and for nothing else."""
-        space = root_hash(self._fingerprint, conversation.cache_salt)
-        if conversation.prompt_cache_key is not None:
-            return f"key {space.hex()} {conversation.prompt_cache_key}"
-        hashes = self._hashes(conversation)
+        space = root_hash(self._fingerprint, selector.cache_salt)
+        if selector.prompt_cache_key is not None:
+            return f"key {space.hex()} {selector.prompt_cache_key}"
+        hashes = self._hashes(selector)
         return f"prompt {(hashes[-1] if hashes else space).hex()}"
 
     def _need_a_tier(self, what: str) -> None:

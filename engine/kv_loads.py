@@ -128,7 +128,7 @@ class KVLoads:
         """Loads of before a cache reset (None: of everything) can neither be joined nor published
         any more."""
         for load in self._by_ticket.values():
-            if where is None or where.covers(load.key, load.meta.root_hash):
+            if where is None or where.matches(load.key, load.meta.root_tag):
                 load.publish = False
                 self._by_key.pop(load.key, None)
 

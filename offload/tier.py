@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes, chained from the model fingerprint
@@ -54,15 +55,20 @@ class BlockMeta:
         return self.parent_hash[:TAG_BYTES]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forget:
-    """What a reset shall drop: whole chains by their root, and single blocks."""
+    """Which blocks a selective reset is about: whole chains by their root, and single blocks."""
 
     roots: frozenset[BlockHash] = frozenset()
     keys: frozenset[BlockKey] = frozenset()
 
-    def covers(self, key: BlockKey, root_hash: BlockHash) -> bool:
-        return root_hash in self.roots or key in self.keys
+    @cached_property
+    def _root_tags(self) -> frozenset[bytes]:
+        return frozenset(root[:TAG_BYTES] for root in self.roots)
+
+    def matches(self, key: BlockKey, root_tag: bytes) -> bool:
+        """Whether it is about this block."""
+        return key in self.keys or root_tag in self._root_tags
 
 
 # From a fingerprint to what a chain of blocks would be under it, root first.
