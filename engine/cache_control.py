@@ -152,9 +152,7 @@ class CacheControl:
         blocks, num_bytes = self._core.offload.unpin(self._name(selector))
         return {"blocks": blocks, "bytes": num_bytes}
 
-    async def prefetch(
-        self, selector: CacheSelector, ttl_seconds: float | None
-    ) -> dict[str, int]:
+    async def prefetch(self, selector: CacheSelector, ttl_seconds: float | None) -> dict[str, int]:
         """See `AsyncEngine.cache_prefetch`."""
         self._need_a_tier("prefetching")
         if ttl_seconds is not None:

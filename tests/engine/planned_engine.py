@@ -67,11 +67,15 @@ class PlannedEngine:
         """To the end, loads and saves included."""
         self.scheduler.add(request)
         while self.scheduler.live():
-            play_round(self.scheduler)
-            await asyncio.sleep(0)
-            run_pass(self.scheduler, self.scheduler.schedule())
+            await self.turn()
         await saved(self.scheduler)
         return request
+
+    async def turn(self) -> None:
+        """A round of transfers and a pass."""
+        play_round(self.scheduler)
+        await asyncio.sleep(0)
+        run_pass(self.scheduler, self.scheduler.schedule())
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
