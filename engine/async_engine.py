@@ -136,6 +136,7 @@ class AsyncEngine:
             pump=self._round,
         )
         parts.wake.bind(self._wake_from_thread)
+        parts.offload.probe()
         self._closing: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._run(), name="engine-loop")
 

@@ -51,6 +51,7 @@ class Load:
     promotion: tuple[Lane, Reservation] | None = None
     job: Job | None = None
     abandoned: bool = False
+    is_probe: bool = False  # read for the time it takes
 
 
 class LoadTable:
@@ -114,6 +115,18 @@ class LoadTable:
             else:
                 self._read(load, view)
 
+    def probe(self, lane: Lane, keys: Sequence[BlockKey]) -> None:
+        """Read blocks of a tier for nothing but the time it takes, as many as find buffers."""
+        for key in keys:
+            buffer = self._staging.take_for_load()
+            if buffer is None:
+                return
+            load = Load(0, key, -1, lane, lane.tier.pin(key), Phase.READING, buffer, is_probe=True)
+            load.abandoned = True  # from the start: nobody waits for it
+            self._abandoned.add(load)
+            lane.rate.begin(time.monotonic())
+            self._read(load, self._staging.view(buffer))
+
     def _place(self, load: Load) -> memoryview | None:
         for lane in self._lanes:
             if lane is load.lane:
@@ -145,9 +158,10 @@ class LoadTable:
         load.entry = None
         lane.tier.unpin(entry)
         if whole:
-            lane.stats.loaded_blocks += 1
-            lane.stats.load_bytes += self._block_bytes
-            lane.stats.load_seconds += job.seconds
+            if not load.is_probe:
+                lane.stats.loaded_blocks += 1
+                lane.stats.load_bytes += self._block_bytes
+                lane.stats.load_seconds += job.seconds
         elif job.error is not None:
             lane.discard_bad(entry, job.error)
         whole = self._promoted(load, job) and whole

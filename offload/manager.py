@@ -31,6 +31,7 @@ from offload.tier import BlockKey, BlockMeta, OffloadError, Tier, TierStats, cha
 from offload.transfers import CopyIn, CopyOut, Transfers
 
 _MAX_ROUND_BYTES = 64 << 20  # copied in one round, each way: a forward pass waits for it
+_PROBED_BLOCKS = 8
 _PATIENCE = 0.002  # seconds between looks at work that only time can finish
 _DEVICE = "device"  # in the history: what lies above the tiers
 _CLOSE_SECONDS = 5.0  # for calls in flight when the manager is closed
@@ -252,6 +253,13 @@ class OffloadManager:
     def pending_saves(self, tier: str) -> int:
         """Saves of a tier that have neither succeeded nor failed. KeyError without the tier."""
         return self._saves.num_pending(self._lane(tier))
+
+    def probe(self) -> None:
+        """Measure what loading from each tier costs before anybody waits for it: read the blocks
+        used last, if a tier holds any, and let them go again. Memory needs no probe."""
+        for lane in self._lanes:
+            if not lane.in_memory:
+                self._loads.probe(lane, lane.tier.present()[-_PROBED_BLOCKS:])
 
     def estimated_load_seconds(self, tier: str, num_blocks: int) -> float | None:
         """From the loads so far; None while the tier is unmeasured."""
