@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from engine.config import EngineConfig
+from engine.sampling_params import SamplingParams
 from tests.api.live_server import LiveServer
 
 SENTENCE = "The store keeps what the model has read. "
@@ -99,6 +100,24 @@ def test_a_conversation_is_pinned_as_its_last_turn_left_it(
     assert post(http, "/cache/pin", prompt_cache_key="unheard of")["blocks"] == 0
     assert post(http, "/cache/pin", prompt_cache_key="k", cache_salt="s")["blocks"] == 0
     assert post(http, "/cache/unpin", prompt_cache_key="k")["blocks"] == 10
+
+
+def test_a_turn_that_was_not_computed_leaves_nothing(
+    disk_server: LiveServer, http: httpx.Client, prompt: list[int]
+) -> None:
+    """Its blocks have names all the same, and others may have stored them."""
+    complete(http, prompt)
+    store_all(http)
+
+    async def submit_and_leave() -> None:
+        stream = disk_server.engine.submit(
+            prompt, SamplingParams(max_tokens=4), request_id="left", prompt_cache_key="left"
+        )
+        await stream.aclose()
+
+    disk_server.on_loop(submit_and_leave())
+    disk_server.wait_idle()
+    assert post(http, "/cache/pin", prompt_cache_key="left")["blocks"] == 0
 
 
 def test_a_chat_is_pinned_by_its_messages(http: httpx.Client) -> None:
