@@ -36,6 +36,7 @@ from engine.explanation import Explainer, SaltsSeen
 from engine.outputs import FinishReason, RequestOutput, RequestTimes
 from engine.prefetch import Prefetcher
 from engine.request import Request
+from engine.request_stream import RequestStream
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
 
@@ -48,52 +49,6 @@ IDLE_CHECK_SECONDS = 60.0
 OFFLOAD_POLL_SECONDS = 1.0
 # A flush at shutdown waits this long for a slow disk, then gives up what is not yet stored.
 CLOSE_FLUSH_SECONDS = 30.0
-
-
-class RequestStream:
-    """Async iterator over one request's outputs; ends after the one with a finish reason.
-
-    Cancelling an iteration loses nothing: the next one continues. `aclose` aborts the request if
-    it has not finished.
-    """
-
-    def __init__(self, engine: AsyncEngine, request: Request) -> None:
-        self._engine = engine
-        self._request = request
-        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
-        self._ended = False
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return list(self._request.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._request.num_prompt_tokens
-
-    def put(self, output: RequestOutput) -> None:
-        """For the engine: the next event."""
-        self._outputs.put_nowait(output)
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        output = await self._outputs.get()
-        self._ended = output.finish_reason is not None
-        return output
-
-    async def aclose(self) -> None:
-        """Abort unless finished; no event follows. Safe to call twice."""
-        if not self._ended:
-            self._ended = True
-            await self._engine.abort(self.request_id)
 
 
 class AsyncEngine:
@@ -224,7 +179,7 @@ class AsyncEngine:
             priority=priority,
             times=RequestTimes(arrival=time.monotonic()),
         )
-        stream = RequestStream(self, request)
+        stream = RequestStream(request, self.abort)
         self._salts.note(cache_salt)
         self._enqueue(request, stream, cache_salt, prompt_cache_key)
         return stream
