@@ -324,8 +324,9 @@ class Simulation:
         self.index.adopt(FoundBlock(e.key, b"", b"", 1, e.recency) for e in found)
 
 
-def table(mixes: list[tuple[Mix, float]], seeds: int, restart_at: float | None = None) -> None:
-    names = list(POLICIES) if restart_at is None else ["LRU", "ARC, chains"]
+def table(
+    mixes: list[tuple[Mix, float]], names: list[str], seeds: int, restart_at: float | None
+) -> None:
     print("| chats | turns | spread | one-offs | tier |", " | ".join(names), "|")
     print("|" + "---|" * (5 + len(names)))
     for mix, size in mixes:
@@ -354,6 +355,7 @@ def main() -> None:
     parser.add_argument("--size", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--requests", type=int, default=900, help="turns of chats in a trace")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--restart-at", type=float, help="restart after this share of a trace")
     args = parser.parse_args()
     mixes = [
@@ -364,7 +366,7 @@ def main() -> None:
         for one_offs in args.one_offs
         for size in args.size
     ]
-    table(mixes, args.seeds, args.restart_at)
+    table(mixes, args.policies, args.seeds, args.restart_at)
 
 
 if __name__ == "__main__":

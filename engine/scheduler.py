@@ -301,7 +301,7 @@ class Scheduler:
         self._leave_queue(request)
         self.kv.admit(request, hit, loads.start)
         request.load_patience = loads.patience
-        # Coming back after a preemption it finds what it stored itself: no sign of a chat.
+        # Coming back after a preemption it finds what it stored itself.
         self.kv.touch(request, again=not request.admitted_once)
         self._num_admissions += 1
         self._note_sources(request, hit, loads.start)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from offload.eviction import EvictionOrder
-from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, FoundBlock
+from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, Forget, FoundBlock
 
 
 class BlockIndex:
@@ -24,6 +24,7 @@ class BlockIndex:
         self._stored: dict[BlockKey, Entry] = {}  # PRESENT and EVICTING
         self._saving: dict[BlockKey, Entry] = {}
         self._kept: dict[BlockKey, Entry] = {}  # PRESENT, out of the order
+        self._groups: set[int] = set()  # in which something was ever saved
         self._num_evicting = 0
         self.num_bytes = 0  # PRESENT and EVICTING: SAVING is charged by its reservation
         self.kept_bytes = 0
@@ -95,11 +96,16 @@ class BlockIndex:
             raise ValueError(f"a save of a block that is {self.state(entry.key).value}")
         entry.reused |= self._order.recall(entry.key)
         if parent is not None and not entry.reused:
-            key = BlockKey(parent, entry.key.group)
-            before = self._stored.get(key) or self._saving.get(key)
-            entry.reused = before is not None and before.reused
+            # Of any group: one of windows stores only parts of a chain.
+            before = (BlockKey(parent, group) for group in self._groups)
+            entry.reused = any(self._is_reused(key) for key in before)
+        self._groups.add(entry.key.group)
         entry.state = BlockState.SAVING
         self._saving[entry.key] = entry
+
+    def _is_reused(self, key: BlockKey) -> bool:
+        entry = self._stored.get(key) or self._saving.get(key)
+        return entry is not None and entry.reused
 
     def publish(self, entry: Entry) -> None:
         """SAVING -> PRESENT, most recently used."""
@@ -167,6 +173,26 @@ class BlockIndex:
         self._num_evicting = 0
         self.num_bytes = 0
         return held, saving
+
+    def drop(self, where: Forget) -> tuple[list[Entry], list[Entry]]:
+        """The same for some chains only."""
+
+        def some(entries: Iterable[Entry]) -> list[Entry]:
+            return [entry for entry in entries if where.matches(entry.key, entry.root_tag)]
+
+        held, saving = some(self._stored.values()), some(self._saving.values())
+        for entry in (*held, *saving):
+            self.forget(entry)
+        return held, saving
+
+    def held(self, where: Forget | None) -> list[BlockKey]:
+        """PRESENT and SAVING, all or some chains' only."""
+        return [
+            entry.key
+            for entry in (*self._stored.values(), *self._saving.values())
+            if entry.state is not BlockState.EVICTING
+            and (where is None or where.matches(entry.key, entry.root_tag))
+        ]
 
     def pin(self, key: BlockKey) -> Entry:
         entry = self.get(key)

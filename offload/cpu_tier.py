@@ -15,6 +15,7 @@ from offload.tier import (
     BlockMeta,
     BlockState,
     Entry,
+    Forget,
     MetasUnder,
     Reservation,
     TierOpenError,
@@ -33,6 +34,7 @@ class CpuTier:
     """
 
     in_memory = True
+    ttl_seconds = 0.0
 
     def __init__(self, capacity_bytes: int, *, block_bytes: int, name: str = "cpu") -> None:
         num_slots = capacity_bytes // block_bytes
@@ -89,6 +91,8 @@ class CpuTier:
             self._note(victim.key, eviction(victim))
             evicted = (victim,)
         entry = Entry(key, self._block_bytes, meta, slot=self._free.pop())
+        if meta is not None:
+            entry.root_tag, entry.parent_tag = meta.root_tag, meta.parent_tag
         # What it will hold is unknown when a load promotes it: somebody asked for it again.
         entry.reused = meta is None
         self._index.begin_save(entry, None if meta is None else meta.parent_hash)
@@ -97,7 +101,7 @@ class CpuTier:
 
     def settle(self, reservation: Reservation, result: WriteResult) -> bool:
         entry = reservation.entry
-        if reservation.epoch != self._epoch:
+        if not self._index.owns(entry):  # dropped meanwhile
             self._num_dead -= 1
             self._release(entry)
             return False
@@ -156,6 +160,18 @@ class CpuTier:
         self._epoch += 1
         return len(held)
 
+    def drop(self, where: Forget) -> int:
+        held, saving = self._index.drop(where)
+        for entry in held:
+            self._bury(entry)
+            self._note(entry.key, RESET)
+        self._num_dead += len(saving)
+        self._num_saving -= len(saving)
+        return len(held)
+
+    def held(self, where: Forget | None = None) -> list[BlockKey]:
+        return self._index.held(where)
+
     def slot(self, entry: Entry) -> memoryview:
         assert entry.slot is not None
         start = entry.slot * self._block_bytes
@@ -213,6 +229,9 @@ class CpuTier:
         raise ValueError("memory is not surveyed")
 
     def wipe(self) -> None:
+        """Memory is as durable as it gets."""
+
+    def erase(self, where: Forget) -> None:
         """Memory is as durable as it gets."""
 
     def sync(self) -> None:

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from offload.block_file import BlockCorruptError
 from offload.history import FAILED_VERIFICATION, LOST, History
 from offload.io_threads import IoThreads, Job, Urgency
-from offload.tier import BlockKey, BlockState, Entry, Tier, TierStats, WriteResult
+from offload.tier import BlockKey, BlockState, Entry, Forget, Tier, TierStats, WriteResult
 from offload.transfer_rate import TransferRate
 
 _SURVEY_SHARE = 30  # a survey takes at most this part of an I/O thread's time
+_FIRST_RETRY = 0.5  # seconds from a failure to the next try; doubled each time it fails too
+_LAST_RETRY = 30.0
 
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,12 @@ class Lane:
         self.stats = TierStats(capacity_bytes=tier.capacity_bytes)
         self.skipped: Counter[str] = Counter()
         self.pending: OrderedDict[BlockKey, None] = OrderedDict()  # oldest first
-        self.failed: set[BlockKey] = set()  # resident blocks to offer again when next used
+        self.failed: dict[BlockKey, None] = {}  # still held above, to be offered again; in order
         self.barred: set[BlockKey] = set()  # held elsewhere when this tier was reset
         self.num_wipes = 0  # resets not durable yet; saves wait for them
+        self._retry_seconds = _FIRST_RETRY
+        self._next_retry = math.inf
+        self.probe: BlockKey | None = None  # being tried again, to see whether the fault has gone
         self._stall_seconds = stall_seconds
         self._survey_seconds = survey_seconds
         self._next_survey = time.monotonic() + survey_seconds
@@ -103,6 +108,32 @@ class Lane:
         self.note(entry.key, LOST)
         self.tier.forget(entry)
 
+    def retry_later(self) -> None:
+        """A save has failed: one will be tried again when the fault may have gone."""
+        if self._next_retry == math.inf:
+            self._next_retry = time.monotonic() + self._retry_seconds
+            self._retry_seconds = min(_LAST_RETRY, 2 * self._retry_seconds)
+
+    def retry_due(self) -> bool:
+        """Whether it is time to try one; True once."""
+        if time.monotonic() < self._next_retry:
+            return False
+        self._next_retry = math.inf
+        return True
+
+    def recovered(self) -> None:
+        """A save has succeeded: the others need not wait much longer."""
+        self._retry_seconds = _FIRST_RETRY
+        if self._next_retry < math.inf:
+            self._next_retry = min(self._next_retry, time.monotonic() + _FIRST_RETRY)
+
+    @property
+    def next_look(self) -> float:
+        """When time alone will have brought something to do, of the monotonic clock."""
+        retry = self._next_retry if self.failed else math.inf
+        expires = self.tier.ttl_seconds and not self.surveying
+        return min(retry, self._next_survey if expires else math.inf)
+
     def survey_if_due(self) -> None:
         """Look now and then at what the medium really holds."""
         if time.monotonic() >= self._next_survey:
@@ -128,10 +159,11 @@ class Lane:
         if not self._next_survey:
             self.survey()
 
-    def wipe(self) -> Job:
-        """Make a reset durable."""
+    def wipe(self, where: Forget | None) -> Job:
+        """Make a reset durable, of everything or of some chains."""
         self.num_wipes += 1
-        return self.threads.submit(self.tier.wipe, Urgency.RESET, self._wiped)
+        run = self.tier.wipe if where is None else lambda: self.tier.erase(where)
+        return self.threads.submit(run, Urgency.RESET, self._wiped)
 
     def _wiped(self, job: Job) -> None:
         self.num_wipes -= 1

@@ -23,7 +23,7 @@ from enum import Enum
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane
 from offload.staging import Staging
-from offload.tier import BlockKey, BlockState, Entry, Reservation, WriteResult
+from offload.tier import BlockKey, BlockState, Entry, Forget, Reservation, WriteResult
 from offload.transfers import CopyIn
 
 
@@ -44,6 +44,7 @@ class Load:
     key: BlockKey
     block_id: int | None  # None: a promotion, which ends in the memory tier
     lane: Lane
+    root_tag: bytes
     entry: Entry | None  # pinned in `lane`
     phase: Phase
     buffer: int | None = None
@@ -51,6 +52,7 @@ class Load:
     promotion: tuple[Lane, Reservation] | None = None
     job: Job | None = None
     abandoned: bool = False
+    overtaken: bool = False  # by a reset of the tier it is read from: stays nowhere
     is_probe: bool = False  # read for the time it takes
 
 
@@ -90,7 +92,7 @@ class LoadTable:
         entry = lane.tier.pin(key)
         self._next_ticket += 1
         phase = Phase.READY if lane.in_memory else Phase.WAITING
-        load = Load(self._next_ticket, key, block_id, lane, entry, phase)
+        load = Load(self._next_ticket, key, block_id, lane, entry.root_tag, entry, phase)
         self._loads[load.ticket] = load
         if lane.in_memory:
             self._ready[load.ticket] = load
@@ -121,8 +123,9 @@ class LoadTable:
             buffer = self._staging.take_for_load()
             if buffer is None:
                 return
-            load = Load(0, key, -1, lane, lane.tier.pin(key), Phase.READING, buffer, is_probe=True)
-            load.abandoned = True  # from the start: nobody waits for it
+            entry = lane.tier.pin(key)
+            load = Load(0, key, -1, lane, entry.root_tag, entry, Phase.READING, buffer)
+            load.is_probe = load.abandoned = True  # from the start: nobody waits for it
             self._abandoned.add(load)
             lane.rate.begin(time.monotonic())
             self._read(load, self._staging.view(buffer))
@@ -135,6 +138,8 @@ class LoadTable:
                 reservation = lane.tier.reserve(load.key, None)
                 if reservation is not None:
                     self._evicted(reservation.evicted)
+                    assert load.entry is not None
+                    reservation.entry.root_tag = load.entry.root_tag
                     load.promotion = (lane, reservation)
                     return lane.tier.slot(reservation.entry)
         if load.block_id is None:
@@ -185,8 +190,8 @@ class LoadTable:
         lane, reservation = load.promotion
         load.promotion = None
         error = job.error
-        if error is None and job.result is None:
-            error = OSError(errno.ECANCELED, "not started")
+        if error is None and (job.result is None or load.overtaken):
+            error = OSError(errno.ECANCELED, "not started, or overtaken by a reset")
         result = WriteResult(error, self._block_bytes, meta=job.result)
         if not lane.tier.settle(reservation, result):
             return False
@@ -242,11 +247,13 @@ class LoadTable:
             return
         self._abandon(load)
 
-    def fail_all(self, lane: Lane) -> None:
+    def fail_all(self, lane: Lane, where: Forget | None) -> None:
         """The tier was reset: loads from it that are not being copied yet have failed."""
         for load in list(self._loads.values()):
             holds = load.lane is lane or (load.slot and load.slot[0] is lane)
-            if holds and load.phase is not Phase.COPYING:
+            meets = where is None or where.matches(load.key, load.root_tag)
+            if holds and meets and load.phase is not Phase.COPYING:
+                load.overtaken = True
                 self._abandon(load)
                 self._failed.append(load.ticket)
                 self._wake()

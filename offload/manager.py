@@ -16,6 +16,7 @@ Without tiers it is the null object: it holds nothing and asks for nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
@@ -27,7 +28,7 @@ from offload.load_table import LoadTable
 from offload.pins import PinTable
 from offload.save_queue import SaveQueue, SaveTally
 from offload.staging import Staging
-from offload.tier import BlockKey, BlockMeta, OffloadError, Tier, TierStats, chain_order
+from offload.tier import BlockKey, BlockMeta, Forget, OffloadError, Tier, TierStats, chain_order
 from offload.transfers import CopyIn, CopyOut, Transfers
 
 _MAX_ROUND_BYTES = 64 << 20  # copied in one round, each way: a forward pass waits for it
@@ -319,8 +320,14 @@ class OffloadManager:
             self._gather()
         return job.error
 
-    async def reset(self, tiers: Collection[str]) -> dict[str, int]:
-        """Empty tiers, at once and durably; blocks dropped by tier.
+    def next_look(self) -> float | None:
+        """In how many seconds time alone brings something to do; None: never."""
+        when = min((lane.next_look for lane in self._lanes), default=math.inf)
+        return None if when == math.inf else max(0.0, when - time.monotonic())
+
+    async def reset(self, tiers: Collection[str], where: Forget | None = None) -> dict[str, int]:
+        """Empty tiers, at once and durably, or `where` given, take only its blocks out of them;
+        blocks dropped by tier.
 
         Loads not yet copied fail; nothing that was stored, pending or in flight becomes visible
         afterwards, restart included. Other tiers keep what they hold. Saves offered from now on
@@ -331,19 +338,21 @@ class OffloadManager:
         lanes = [self._lane(name) for name in tiers]
         dropped: dict[str, int] = {}
         wipes: list[tuple[Lane, Job]] = []
+        for lane in lanes:  # all of them first: what one tier holds tells what another waits for
+            self._saves.drop(lane, where)
+            self._loads.fail_all(lane, where)
         for lane in lanes:
-            dropped[lane.tier.name] = lane.tier.drop_all()
-            self._saves.drop(lane)
-            self._loads.fail_all(lane)
+            drop = lane.tier.drop
+            dropped[lane.tier.name] = lane.tier.drop_all() if where is None else drop(where)
             if not lane.in_memory:
-                wipes.append((lane, lane.wipe()))
+                wipes.append((lane, lane.wipe(where)))
         self._saves.drop_lost()
         for lane, wipe in wipes:
             error = await self._finish(wipe)
             if error is not None:
                 raise OffloadError(
-                    f"tier {lane.tier.name} is empty, but a restart may find its old blocks: "
-                    f"{error}"
+                    f"tier {lane.tier.name} holds none of it now, but a restart may find its old "
+                    f"blocks: {error}"
                 ) from error
         return dropped
 

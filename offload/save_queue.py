@@ -7,6 +7,9 @@
 
 A pending save holds nothing. It starts only when its tier has room for it and, on the way to disk,
 when a staging buffer or one of a few pins on the CPU tier is free; until then it is put off.
+
+A save that failed is tried again when its block is next used, and by itself: one of them now and
+then, and as soon as one succeeds, all that are still held above.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from offload.tier import (
     BlockMeta,
     BlockState,
     Entry,
+    Forget,
     Reservation,
+    RoomTakenError,
     TierFullError,
     WriteResult,
 )
@@ -105,15 +110,13 @@ class SaveQueue:
     def withdraw(self, key: BlockKey) -> None:
         if self.resident.pop(key, None) is None:
             return
-        for lane in self._lanes:
-            lane.failed.discard(key)
         self._drop_if_lost(key)
 
     def touch(self, key: BlockKey, again: bool = False) -> None:
         for lane in self._lanes:
             lane.tier.touch(key, again)
             if key in lane.failed:
-                lane.failed.discard(key)
+                del lane.failed[key]
                 self._want(lane, key)
 
     def offer_down(self) -> None:
@@ -146,6 +149,7 @@ class SaveQueue:
         if key in self.resident or key in self._copying or self._memory_source(key):
             return
         for lane in self._lanes:
+            lane.failed.pop(key, None)
             if key in lane.pending:
                 del lane.pending[key]
                 self._lost(lane, key)
@@ -167,6 +171,8 @@ class SaveQueue:
         """Start what can start; the copies to execute."""
         copies: list[CopyOut] = []
         for lane in self._lanes:
+            if lane.retry_due() and lane.failed:
+                lane.probe = self._retry(lane, 1)
             put_back: list[BlockKey] = []
             while lane.pending and not lane.num_wipes and not lane.saves_stalled:
                 key, _ = lane.pending.popitem(last=False)
@@ -184,6 +190,16 @@ class SaveQueue:
                 lane.pending[key] = None
                 lane.pending.move_to_end(key, last=False)
         return copies
+
+    def _retry(self, lane: Lane, count: int | None = None) -> BlockKey | None:
+        """Want again what failed, longest ago first; the first of it."""
+        ready = [key for key in lane.failed if lane.tier.state(key) is BlockState.ABSENT][:count]
+        for key in ready:
+            del lane.failed[key]
+            self._want(lane, key)
+        if lane.failed:
+            lane.retry_later()
+        return ready[0] if ready else None
 
     def _start_one(self, lane: Lane, key: BlockKey, copies: list[CopyOut]) -> bool:
         """Start one save, or give it up for good; False if it must wait and the rest with it."""
@@ -305,9 +321,19 @@ class SaveQueue:
             lane.stats.saved_blocks += 1
             lane.stats.store_bytes += self._block_bytes
             lane.stats.store_seconds += seconds
-            lane.failed.discard(key)
+            lane.failed.pop(key, None)
+            lane.recovered()
+            if key == lane.probe:
+                lane.probe = None
+                self._retry(lane)
             self._tell(lane, key, saved=True)
-        elif not save.dropped and not save.overdue:
+        elif save.dropped or save.overdue:
+            pass
+        elif isinstance(result.error, RoomTakenError):
+            lane.pending[key] = None
+            lane.pending.move_to_end(key, last=False)
+            self._drop_if_lost(key)
+        else:
             self._failed(lane, key, result.error)
 
     def _failed(self, lane: Lane, key: BlockKey, error: Exception | None) -> None:
@@ -317,8 +343,9 @@ class SaveQueue:
             reason = errno.errorcode.get(error.errno, reason)
         lane.skipped[reason] += 1
         lane.note(key, SAVE_FAILED)
-        if key in self.resident:
-            lane.failed.add(key)
+        if key in self.resident or self._memory_source(key):
+            lane.failed[key] = None
+            lane.retry_later()
         self._tell(lane, key, saved=False)
 
     def expire(self) -> None:
@@ -332,20 +359,29 @@ class SaveQueue:
                 del self._active[save.lane.tier.name, save.key]
                 self._failed(save.lane, save.key, TimeoutError(errno.ETIMEDOUT, "write hangs"))
 
-    def drop(self, lane: Lane) -> None:
-        """The tier was reset: what was on its way is never to be seen there."""
-        for key in lane.pending:
-            lane.note(key, RESET)
-            self._tell(lane, key, saved=False)
-        lane.pending.clear()
-        lane.failed.clear()
-        lane.barred = set(self.resident)
+    def drop(self, lane: Lane, where: Forget | None) -> None:
+        """The tier was reset: what was on its way is never to be seen there, nor what lies above
+        or is on its way there, unless it is offered anew."""
+        held = {
+            key
+            for key, (meta, _) in self.resident.items()
+            if where is None or where.matches(key, meta.root_tag)
+        }
         for other in self._lanes:
             if other.in_memory and other is not lane:
-                lane.barred.update(other.tier.present())
-        for name, key in list(self._active):
-            save = self._active[name, key]
-            if save.lane is lane:
+                held.update(other.tier.held(where))
+        if where is None:
+            lane.barred.clear()
+        lane.barred |= held
+        for key in [key for key in lane.failed if where is None or key in held]:
+            del lane.failed[key]
+        for key in [key for key in lane.pending if where is None or key in held]:
+            del lane.pending[key]
+            lane.note(key, RESET)
+            self._tell(lane, key, saved=False)
+        for (name, key), save in list(self._active.items()):
+            meets = where is None or where.matches(key, save.meta.root_tag)
+            if save.lane is lane and meets:
                 save.dropped = True
                 if save.job is not None:
                     save.job.cancelled = True
