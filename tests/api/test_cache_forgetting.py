@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.block_hash import root_hash
 from engine.config import EngineConfig
 from engine.sessions import TABLE
+from offload.tier import BlockHash
 from tests.api.live_server import LiveServer
 
 PROMPT = list(range(100, 121))  # five whole blocks and a token
@@ -27,6 +29,10 @@ def serving(config: EngineConfig) -> Iterator[tuple[LiveServer, httpx.Client]]:
 @pytest.fixture
 def config(engine_config: EngineConfig, tmp_path: Path) -> EngineConfig:
     return replace(engine_config, disk_tier=tmp_path / "store")
+
+
+def space(live: LiveServer, salt: str | None) -> BlockHash:
+    return root_hash(bytes.fromhex(live.engine.fingerprint), salt)
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -66,8 +72,8 @@ def test_a_salt_is_forgotten_with_what_earlier_runs_stored(config: EngineConfig)
         }
         assert reasons == {"reset in device"}
         sessions = live.engine._core._sessions
-        spaces = [live.engine.space(salt) for salt in (None, "gone", "kept")]
-        assert [len(sessions.get(space, "k").chain) for space in spaces] == [5, 0, 5]
+        spaces = [space(live, salt) for salt in (None, "gone", "kept")]
+        assert [len(sessions.get(one, "k").chain) for one in spaces] == [5, 0, 5]
     with serving(config) as (_, http):  # as durable as it was stored
         assert cached(http, cache_salt="gone") == 0
         assert cached(http, cache_salt="kept") == cached(http) == 20
@@ -122,7 +128,7 @@ def test_one_tier_of_one_salt(config: EngineConfig) -> None:
         assert tiers == [["disk"], ["device", "cpu", "disk"]]
         # Not all is gone, so what a later reset has to find is still known.
         assert post(http, "/cache/pin", cache_salt="s", prompt_cache_key="k")["blocks"] == 5
-        assert live.engine._parts.side.items(TABLE, live.engine.space("s"))
+        assert live.engine._parts.side.items(TABLE, space(live, "s"))
 
 
 def test_pinned_blocks_are_forgotten_too(config: EngineConfig) -> None:

@@ -79,12 +79,12 @@ async def test_memory_gives_half_of_itself(disk: DiskTier) -> None:
 
 
 async def test_running_requests_keep_what_they_use_and_will_grow_into(disk: DiskTier) -> None:
-    engine = Engine([disk], num_blocks=8)
+    engine = Engine([disk], num_blocks=9)
     request = make_request(5 * BLOCK_SIZE, max_tokens=8)
     engine.scheduler.add(request)
     engine.scheduler.schedule()
     table = [list(table) for table in request.block_tables]
-    assert await engine.prefetch() == 1  # of three, one is for the next token's block, half is one
+    assert await engine.prefetch() == 1  # of four, one is for the next token's block
     assert request.block_tables == table
     assert engine.scheduler.num_preemptions == 0
 
