@@ -16,7 +16,7 @@ from engine.core import EngineCore
 from engine.errors import InvalidRequestError
 from engine.prefetch import Prefetcher
 from engine.prefix_match import DEVICE
-from engine.sessions import Sessions
+from engine.sessions import Session, Sessions
 from offload.side_store import SideStore
 from offload.tier import BlockHash, BlockKey, BlockMeta, Forget, OffloadError
 
@@ -101,17 +101,25 @@ class CacheControl:
                 f"tiers names {unknown[0]!r}; this server has {', '.join(known)}", "tiers"
             )
         where = self._what_to_forget(cache_salt, prompt_cache_key)
-        if tiers is None:
-            self._forget_side_records(cache_salt, prompt_cache_key)
+        space = root_hash(self._fingerprint, cache_salt)
+        forgets_all = set(wanted) == set(known)
+        session = Session()
+        if forgets_all:
+            if prompt_cache_key is not None:
+                session = self._sessions.get(space, prompt_cache_key)
+            self._forget_records(space, cache_salt, prompt_cache_key)
         dropped: dict[str, int] = {}
         if DEVICE in wanted:
             dropped[DEVICE] = self._core.kv.reset(self._core.scheduler.live(), where)
         below = [tier for tier in wanted if tier != DEVICE]
-        dropped.update(await self._core.offload.reset(below, where))
-        if tiers is None and not await self._side.flush():
-            raise OffloadError(
-                "the KV is gone, but a restart may find which conversations there were"
-            )
+        try:
+            dropped.update(await self._core.offload.reset(below, where))
+        except OffloadError:
+            if prompt_cache_key is not None and session.blocks:
+                self._sessions.put(space, prompt_cache_key, session)  # to be tried again
+            raise
+        if forgets_all and not await self._side.flush():
+            raise OffloadError("the KV is gone, but a restart may find records of conversations")
         return dropped
 
     def _what_to_forget(self, cache_salt: str | None, key: str | None) -> Forget | None:
@@ -123,15 +131,18 @@ class CacheControl:
             return Forget(keys=frozenset(self._core.kv.keys(hashes)))
         return None if cache_salt is None else Forget(roots=frozenset((space,)))
 
-    def _forget_side_records(self, cache_salt: str | None, key: str | None) -> None:
-        if cache_salt is None and key is None:
-            self._side.clear()
-            return
-        space = root_hash(self._fingerprint, cache_salt)
-        if key is None:
+    def _forget_records(self, space: BlockHash, cache_salt: str | None, key: str | None) -> None:
+        """The records beside the blocks. Token ids of chats are not kept by key, so those of the
+        whole space go with one of its conversations; what is known of the others stays."""
+        if key is not None:
+            self._sessions.forget(space, key)
+            others = self._sessions.export(space)
+            self._side.delete_space(space)
+            self._sessions.restore(space, others)
+        elif cache_salt is not None:
             self._side.delete_space(space)
         else:
-            self._sessions.forget(space, key)
+            self._side.clear()
 
     # --- steering ---------------------------------------------------------------------------
 

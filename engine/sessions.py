@@ -63,11 +63,22 @@ class Sessions:
         left = old.chain[num_common(old.chain, chain) :]
         current = set(chain)
         aside = dict.fromkeys(block for block in (*old.aside, *left) if block not in current)
-        session = Session(tuple(chain), tuple(aside)[-MAX_ASIDE_BLOCKS:])
+        self.put(space, key, Session(tuple(chain), tuple(aside)[-MAX_ASIDE_BLOCKS:]))
+
+    def put(self, space: BlockHash, key: str, session: Session) -> None:
+        """Replace what is known."""
         self._store.put(TABLE, space, _name(key), _encode(session))
 
     def forget(self, space: BlockHash, key: str) -> None:
         self._store.delete(TABLE, space, _name(key))
+
+    def export(self, space: BlockHash) -> list[tuple[bytes, bytes]]:
+        """All records of a space, for `restore` after the store has forgotten it."""
+        return self._store.items(TABLE, space)
+
+    def restore(self, space: BlockHash, records: Iterable[tuple[bytes, bytes]]) -> None:
+        for name, value in records:
+            self._store.put(TABLE, space, name, value)
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:

@@ -14,7 +14,7 @@ import pytest
 from engine.block_hash import root_hash
 from engine.config import EngineConfig
 from engine.sessions import TABLE
-from offload.tier import BlockHash
+from offload.tier import BlockHash, OffloadError
 from tests.api.live_server import LiveServer
 
 PROMPT = list(range(100, 121))  # five whole blocks and a token
@@ -96,11 +96,31 @@ def test_a_conversation_is_forgotten_with_the_branches_it_left(config: EngineCon
         assert [would_hit(http, prompt) for prompt in (left, last, other)] == [8, 8, 20]
         assert would_hit(http, last, cache_salt="s") == 20
         assert post(http, "/cache/pin", prompt_cache_key="k")["blocks"] == 0
+        assert post(http, "/cache/pin", prompt_cache_key="l")["blocks"] == 5  # known as before
         assert post(http, "/cache/reset", prompt_cache_key="k")["dropped"] == {
             "device": 0,
             "cpu": 0,
             "disk": 0,
         }
+
+
+def test_a_reset_that_was_not_durable_can_be_tried_again(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(config) as (live, http):
+        cached(http, prompt_cache_key="k")
+        post(http, "/cache/flush")
+        offload = live.engine._core.offload
+        plain = offload.reset
+
+        async def failing(*args: object) -> dict[str, int]:
+            raise OffloadError("EIO")
+
+        monkeypatch.setattr(offload, "reset", failing)
+        assert http.post("/cache/reset", json={"prompt_cache_key": "k"}).status_code == 500
+        monkeypatch.setattr(offload, "reset", plain)
+        dropped = post(http, "/cache/reset", prompt_cache_key="k")["dropped"]
+        assert dropped == {"device": 0, "cpu": 5, "disk": 5}
 
 
 def test_a_key_is_looked_up_under_the_salt(config: EngineConfig) -> None:
