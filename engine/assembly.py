@@ -27,6 +27,7 @@ from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
 from offload.side_store import SideStore
+from offload.store_scan import SIDE_SUFFIX
 from offload.tier import Tier, TierOpenError
 
 if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 ProgressFn = Callable[[str, float], None]
 KV_FORMAT_VERSION = 1
 KV_LAYOUT_NAME = "block,layer,kv,head,token,dim"
+# Records beside the KV: a thousandth of it. A disk tier gives up to a sixty-fourth of its bytes.
+SIDE_STORE_BYTES = 32 << 20
+SIDE_STORE_SHARE = 64
 
 
 class Wake:
@@ -74,6 +78,7 @@ class EngineParts:
 
     async def close(self) -> None:
         """Stop threads and close tiers. The engine loop has ended before."""
+        await asyncio.to_thread(self.side.close)
         await self.offload.close()
         if self.drafter is not None:
             self.drafter.close()
@@ -145,7 +150,7 @@ def _assemble_on_torch_thread(
         groups=model.groups,
         offload_prompt_only=config.offload_prompt_only,
     )
-    side = SideStore.open(None, max_bytes=1 << 20)
+    side = _open_side_store(config, model.fingerprint, tiers)
     sessions = Sessions(side)
     chooser = LoadChooser(config.load_policy, config.block_size, offload)
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
@@ -260,3 +265,12 @@ def _open_tiers(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> l
             raise StartupError(f"--disk-tier {config.disk_tier}: {error}") from error
         logger.warning("serving without the disk tier: %s", error)
     return tiers
+
+
+def _open_side_store(config: EngineConfig, fingerprint: bytes, tiers: Sequence[Tier]) -> SideStore:
+    """Beside the disk tier, or in memory alone where there is none."""
+    if config.disk_tier is None or not any(isinstance(tier, DiskTier) for tier in tiers):
+        return SideStore.open(None, max_bytes=SIDE_STORE_BYTES)
+    limit = min(SIDE_STORE_BYTES, config.disk_tier_size // SIDE_STORE_SHARE)
+    path = config.disk_tier / f"{fingerprint.hex()}{SIDE_SUFFIX}"
+    return SideStore.open(path, max_bytes=limit)
