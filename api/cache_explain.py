@@ -10,7 +10,7 @@ from api import errors
 from api.body import parse, read_json, schema_of
 from api.context import Context
 from api.gate import is_admin
-from api.prompts import Prompt, check_length, encode_messages, encode_prompt, parse_prompts
+from api.prompts import Prompt, check_length, encode_conversation, encode_prompt, parse_prompts
 from api.protocol import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ def router(context: Context) -> APIRouter:
         body: CompletionBody | ChatBody
         if raw.get("messages") is not None and raw.get("prompt") is None:
             body = parse(ChatBody, raw, context.metrics)
-            prompt = await encode_messages(engine, body.messages, body.add_special_tokens)
+            prompt = await encode_conversation(
+                engine, body.messages, body.add_special_tokens, body.cache_salt
+            )
             check_length(engine, len(prompt.token_ids), body, "messages")
         else:
             body = parse(CompletionBody, raw, context.metrics)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from api import errors
 from api.body import parse, read_json, schema_of
 from api.context import Context
-from api.prompts import encode_messages, encode_prompt, parse_prompts
+from api.prompts import encode_conversation, encode_prompt, parse_prompts
 from api.protocol import ConversationBody, ConversationTtlBody
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ async def selector_of(engine: AsyncEngine, body: ConversationBody) -> CacheSelec
         return CacheSelector(body.cache_salt, prompt_cache_key=body.prompt_cache_key)
     special = body.add_special_tokens
     if body.messages is not None:
-        prompt = await encode_messages(engine, body.messages, special is True)
+        prompt = await encode_conversation(engine, body.messages, special is True, body.cache_salt)
     else:
         prompts = parse_prompts(body.prompt)
         if len(prompts) != 1:

@@ -33,12 +33,14 @@ from engine.errors import (
     QueueFullError,
 )
 from engine.explanation import Explainer, SaltsSeen
+from engine.idle_prefill import IdlePrefill, TokenSource
 from engine.outputs import FinishReason, RequestOutput, RequestTimes
 from engine.prefetch import Prefetcher
 from engine.request import Request
 from engine.request_stream import RequestStream
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
+from offload.tier import BlockHash
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class AsyncEngine:
         self.config = config
         self.model = parts.info
         self.tokenizer = parts.tokenizer
+        self.transcripts = parts.transcripts
         self.fingerprint = parts.fingerprint.hex()
         self.dead_reason: str | None = None
         self.max_request_tokens = parts.kv.capacity_tokens(parts.info.max_model_len)
@@ -72,6 +75,9 @@ class AsyncEngine:
         self._stopping = False
         self._next_check = 0.0
         self._wake = asyncio.Event()
+        self._idle_prefill = IdlePrefill(
+            parts.core, self.max_request_tokens, wake=lambda: self._wake.set()
+        )
         self._round_waiters: list[asyncio.Future[None]] = []
         self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -83,6 +89,7 @@ class AsyncEngine:
             block_bytes=parts.block_bytes,
             sessions=parts.sessions,
             side=parts.side,
+            transcripts=parts.transcripts,
             prefetcher=Prefetcher(
                 parts.core.scheduler,
                 stall_seconds=config.load_deadline,
@@ -174,7 +181,7 @@ class AsyncEngine:
             max_tokens=max_tokens,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=self._seed(params),
-            root_hash=root_hash(self._parts.fingerprint, cache_salt),
+            root_hash=self.space(cache_salt),
             arrival_order=self._num_arrivals,
             priority=priority,
             times=RequestTimes(arrival=time.monotonic()),
@@ -183,6 +190,20 @@ class AsyncEngine:
         self._salts.note(cache_salt)
         self._enqueue(request, stream, cache_salt, prompt_cache_key)
         return stream
+
+    def space(self, cache_salt: str | None) -> BlockHash:
+        """What separates tenants: the root of every chain of blocks under this salt."""
+        return root_hash(self._parts.fingerprint, cache_salt)
+
+    def prefill_when_idle(self, source: TokenSource, cache_salt: str | None) -> None:
+        """Compute the KV of a prompt ahead, should the engine come to have nothing else to do.
+
+        `source` is its ids, or a function that finds them out and is called on a thread then. Under
+        load it is dropped sooner or later, and so is whatever waits when the caches are reset or
+        the engine closes; nothing is reported but counters.
+        """
+        if self._accepting and self.healthy:
+            self._idle_prefill.put(source, self.space(cache_salt))
 
     def _enqueue(
         self, request: Request, stream: RequestStream, salt: str | None, cache_key: str | None
@@ -244,7 +265,9 @@ class AsyncEngine:
     def check_capacity(self, num_sequences: int) -> None:
         """Raises QueueFullError if that many more sequences cannot be queued."""
         scheduler = self._core.scheduler
-        free_seats = max(0, self.config.max_num_seqs - scheduler.num_active)
+        # What runs in idle time gives its seat up.
+        num_active = scheduler.num_active - (self._idle_prefill.live_id is not None)
+        free_seats = max(0, self.config.max_num_seqs - num_active)
         waiting = len(scheduler.waiting) + len(self._arrivals)
         if waiting + num_sequences > self.config.max_queue + free_seats:
             raise QueueFullError(
@@ -288,6 +311,7 @@ class AsyncEngine:
 
     async def _close(self, drain_timeout: float) -> None:
         if not self._task.done():
+            self._stop_idle_prefill()
             await self._drain(drain_timeout)
             await self._flush_for_close()
             self._stopping = True
@@ -297,7 +321,7 @@ class AsyncEngine:
 
     async def _drain(self, drain_timeout: float) -> None:
         deadline = self._loop.time() + drain_timeout
-        while self._known_ids and not self._task.done():
+        while (self._known_ids or self._idle_prefill.live_id) and not self._task.done():
             left = deadline - self._loop.time()
             if left <= 0.0:
                 for request_id in list(self._known_ids):
@@ -321,7 +345,9 @@ class AsyncEngine:
                 self._take_inbox()
                 did_something = await self._core.step()
                 self._finish_round()
-                if not did_something and not self._arrivals and not self._aborts:
+                if did_something or self._arrivals or self._aborts:
+                    continue
+                if self._core.num_live or not self._idle_prefill.start():
                     await self._sleep()
         except Exception as error:
             logger.exception("the engine loop failed")
@@ -334,6 +360,8 @@ class AsyncEngine:
 
     def _take_inbox(self) -> None:
         self._wake.clear()
+        if self._arrivals:
+            self._idle_prefill.give_way()
         while self._arrivals:
             self._core.add(self._arrivals.popleft())
         while self._aborts:
@@ -346,6 +374,13 @@ class AsyncEngine:
                 waiter.set_result(None)
         if not self._known_ids:
             self._drained.set()
+
+    def _stop_idle_prefill(self) -> None:
+        """Drop what waits, end what runs: between two steps, like every abort."""
+        self._idle_prefill.clear()
+        if (live_id := self._idle_prefill.live_id) is not None:
+            self._aborts.append(live_id)
+            self._wake.set()
 
     async def _sleep(self) -> None:
         """Until somebody calls, a transfer ends or a deadline passes; idle, there is none."""
@@ -398,13 +433,15 @@ class AsyncEngine:
         cache_salt: str | None = None,
         prompt_cache_key: str | None = None,
     ) -> dict[str, int]:
-        """Forget stored blocks in `tiers` (None: all), durably; blocks dropped per tier.
+        """Forget stored blocks in `tiers` (None: all), durably; blocks dropped per tier. With all
+        tiers go the records beside them.
 
         With a salt, those of that salt alone, earlier runs' included; with a key, those known of
         that conversation (of that salt), blocks that it shares with others included.
         InvalidRequestError for an unknown tier, before anything is dropped; OffloadError where a
         restart may find old blocks, though none is served until then.
         """
+        self._stop_idle_prefill()
         dropped = await self._cache.reset(tiers, cache_salt, prompt_cache_key)
         self._wake.set()
         return dropped
@@ -451,7 +488,7 @@ class AsyncEngine:
             max_tokens=1,
             stop_ids=frozenset(),
             seed=0,
-            root_hash=root_hash(self._parts.fingerprint, cache_salt),
+            root_hash=self.space(cache_salt),
             arrival_order=0,
         )
         return await self._explainer.explain(request, cache_salt, is_admin=is_admin)
@@ -464,6 +501,14 @@ class AsyncEngine:
         """A snapshot of all counters and gauges; what it holds are copies."""
         stats = self._core.stats()
         stats.num_waiting += len(self._arrivals)
+        transcripts = self.transcripts.stats()
+        stats.transcript_hits = transcripts.hits
+        stats.transcript_misses = transcripts.misses
+        stats.transcript_tokens = transcripts.reused_tokens
+        stats.transcript_dropped = transcripts.dropped
+        stats.transcript_entries = transcripts.entries
+        stats.transcript_bytes = transcripts.bytes
+        stats.transcript_pending = transcripts.pending
         return stats
 
 

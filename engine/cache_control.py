@@ -17,6 +17,7 @@ from engine.errors import InvalidRequestError
 from engine.prefetch import Prefetcher
 from engine.prefix_match import DEVICE
 from engine.sessions import Session, Sessions
+from engine.transcripts import Transcripts
 from offload.side_store import SideStore
 from offload.tier import BlockHash, BlockKey, BlockMeta, Forget, OffloadError
 
@@ -43,6 +44,7 @@ class CacheControl:
         block_bytes: int,
         sessions: Sessions,
         side: SideStore,
+        transcripts: Transcripts,
         prefetcher: Prefetcher,
         pump: Callable[[], Awaitable[None]],
     ) -> None:
@@ -51,6 +53,7 @@ class CacheControl:
         self._block_bytes = block_bytes
         self._sessions = sessions
         self._side = side
+        self._transcripts = transcripts
         self._prefetcher = prefetcher
         self._pump = pump
 
@@ -137,12 +140,12 @@ class CacheControl:
         if key is not None:
             self._sessions.forget(space, key)
             others = self._sessions.export(space)
-            self._side.delete_space(space)
+            self._transcripts.forget(space)
             self._sessions.restore(space, others)
         elif cache_salt is not None:
-            self._side.delete_space(space)
+            self._transcripts.forget(space)
         else:
-            self._side.clear()
+            self._transcripts.clear()
 
     # --- steering ---------------------------------------------------------------------------
 

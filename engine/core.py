@@ -390,6 +390,10 @@ class EngineCore:
     ) -> None:
         """The one way out: commit, free, count, tell the stream exactly once."""
         request = live.request
+        if request.is_background:
+            self.counters.idle_prefills += reason is FinishReason.LENGTH
+            num_computed = request.num_computed_tokens - request.cached.total
+            self.counters.idle_prefill_tokens += max(0, num_computed)
         num_committed = committed_len(request)
         self.scheduler.finish(request)
         self._end_turn(live, num_committed)
@@ -398,9 +402,10 @@ class EngineCore:
             self._drafter.finish(request.request_id)
         request.finish_reason = reason
         request.times.finished = time.monotonic()
-        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
-        if request.admitted_once:
-            self._count_hits(request)
+        if not request.is_background:
+            self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+            if request.admitted_once:
+                self._count_hits(request)
         live.emit(self._output(live, token_ids or [], logprobs, text, stop_reason, error))
 
     def _count_hits(self, request: Request) -> None:
@@ -453,8 +458,9 @@ class EngineCore:
         """A snapshot; lists and dicts are copies."""
         pool, counters = self.kv.pool, self.counters
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.loading),
+            num_running=sum(not r.is_background for r in self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting)
+            + sum(not r.is_background for r in self.scheduler.loading),
             kv_cache_usage=1.0 - pool.num_available / pool.num_blocks,
             num_blocks=pool.num_blocks,
             block_size=self.kv.block_size,
@@ -476,6 +482,8 @@ class EngineCore:
             drafter_failures={str(k): n for k, n in self._drafter.failures.items()}
             if self._drafter
             else {},
+            idle_prefills=counters.idle_prefills,
+            idle_prefill_tokens=counters.idle_prefill_tokens,
             failed_steps=counters.failed_steps,
             failed_checks=counters.failed_checks,
             tiers=self.offload.stats(),

@@ -33,7 +33,7 @@ from urllib.parse import quote
 
 logger = logging.getLogger(__name__)
 
-_SET_ASIDE_SUFFIX = ".bad"
+SET_ASIDE_SUFFIX = ".bad"
 _COMPANIONS = ("-wal", "-shm")  # SQLite's own, beside the file
 
 _RECORD_OVERHEAD = 128  # bytes charged for a record beyond its own
@@ -567,7 +567,7 @@ def _is_corrupt(error: Exception) -> bool:
 def _set_aside(path: Path) -> None:
     """Out of the way, to be looked at; with its log, which would be replayed into the next one."""
     with suppress(OSError):
-        os.replace(path, f"{path}{_SET_ASIDE_SUFFIX}")
+        os.replace(path, f"{path}{SET_ASIDE_SUFFIX}")
     for companion in _COMPANIONS:
         with suppress(OSError):
             os.unlink(f"{path}{companion}")
