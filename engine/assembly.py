@@ -21,6 +21,7 @@ from engine.kv_layout import KVLayout
 from engine.load_policy import LoadChooser
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sessions import Sessions
 from engine.tokenizer import Tokenizer
 from engine.transcripts import Transcripts
 from offload.cpu_tier import CpuTier
@@ -77,6 +78,7 @@ class EngineParts:
     torch_thread: ThreadPoolExecutor
     drafter: GuardedDrafter | None
     wake: Wake
+    sessions: Sessions
 
     async def close(self) -> None:
         """Stop threads and close tiers. The engine loop has ended before."""
@@ -153,6 +155,7 @@ def _assemble_on_torch_thread(
         groups=model.groups,
         offload_prompt_only=config.offload_prompt_only,
     )
+    sessions = Sessions(side)
     chooser = LoadChooser(config.load_policy, config.block_size, offload)
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
     core = EngineCore(
@@ -165,6 +168,7 @@ def _assemble_on_torch_thread(
         drafter=drafter,
         max_draft_tokens=0 if drafter is None else config.speculative_tokens,
         load_deadline=config.load_deadline,
+        sessions=sessions,
     )
     progress("ready", 100.0)
     return EngineParts(
@@ -185,6 +189,7 @@ def _assemble_on_torch_thread(
         torch_thread=torch_thread,
         drafter=drafter,
         wake=wake,
+        sessions=sessions,
     )
 
 

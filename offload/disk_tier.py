@@ -35,6 +35,7 @@ from offload.tier import (
     BlockState,
     Entry,
     Forget,
+    MetasUnder,
     Reservation,
     RoomTakenError,
     StrangerFile,
@@ -421,6 +422,9 @@ class DiskTier:
             return None if entry is None else self._directory.fetch_meta(_name(entry))
         except (OSError, BlockCorruptError):
             return None
+
+    def find_elsewhere(self, metas_under: MetasUnder) -> dict[int, str]:
+        return self._directory.find_elsewhere(metas_under)
 
     def remove(self, entry: Entry, epoch: int) -> WriteResult:
         return self._directory.remove(epoch, _name(entry))

@@ -191,6 +191,7 @@ class Lane:
             s.store_seconds,
             dict(skipped),
             s.verify_failures,
+            s.promoted_blocks,
         )
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from offload.history import EVICTED, Fate, History
+from offload.inquiry import Inquiry
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane
 from offload.load_table import LoadTable
@@ -77,7 +78,7 @@ class OffloadManager:
         self._pins = PinTable(self._lanes)
         self._staging = Staging(staging_bytes, block_bytes)
         max_copies = max(1, _MAX_ROUND_BYTES // block_bytes)
-        memory_blocks = sum(
+        self.memory_blocks = sum(
             lane.tier.capacity_bytes // block_bytes for lane in self._lanes if lane.in_memory
         )
         self._saves = SaveQueue(
@@ -87,7 +88,7 @@ class OffloadManager:
             write_deadline=write_deadline,
             max_copies=max_copies,
             # Enough to keep the threads busy between rounds, never most of a small tier.
-            max_pinned_sources=max(1, min(4 * io_threads, memory_blocks // 4)),
+            max_pinned_sources=max(1, min(4 * io_threads, self.memory_blocks // 4)),
             wake=self._wake,
         )
         self._loads = LoadTable(
@@ -98,6 +99,7 @@ class OffloadManager:
             evicted=self._saves.evicted,
             wake=self._wake,
         )
+        self.inquiry = Inquiry(self._lanes, self._saves.resident)
 
     def _wake(self) -> None:
         # Set before the call and cleared before `poll` looks, so no news falls between.
@@ -188,6 +190,21 @@ class OffloadManager:
         if name is None:
             raise KeyError(f"no tier holds {key.block_hash.hex()}.{key.group}")
         return self._loads.begin(self._lane(name), key, block_id)
+
+    def promote(self, key: BlockKey) -> int | None:
+        """Bring a block from disk into memory and no further; the ticket, which `poll` names only
+        if that fails. None if memory has it, or disk has not, or there is no memory tier."""
+        above = False
+        for lane in self._lanes:
+            if lane.holds(key):
+                may = above and not lane.in_memory
+                return self._loads.begin(lane, key, None) if may else None
+            above = above or lane.in_memory
+        return None
+
+    def in_flight(self, ticket: int) -> bool:
+        """Whether a load or promotion has neither succeeded nor failed nor been cancelled."""
+        return self._loads.in_flight(ticket)
 
     def start_loads(self) -> None:
         """Begin to read what `load` asked for, now and not with the next `poll`."""

@@ -31,13 +31,14 @@ from typing import NamedTuple
 
 from offload.block_file import BlockName
 from offload.ledger import LEDGER_NAME
-from offload.tier import BlockHash, BlockKey
+from offload.tier import BlockHash, BlockKey, MetasUnder
 
 TEMPORARY_PREFIX = ".tmp."
 TRASH_PREFIX = ".trash."
 SIDE_SUFFIX = ".side"
 SUFFIX = ".kv"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_ELSEWHERE = 16  # fingerprints looked into for an explanation
 OPEN_RECORD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 _HEX = frozenset("0123456789abcdef")
@@ -230,6 +231,25 @@ def _described(
 ) -> StoreFile:
     size_bytes, physical_bytes = status.st_size, status.st_blocks * 512
     return StoreFile(kind, path, fingerprint, block, size_bytes, physical_bytes, status.st_mtime)
+
+
+def find_elsewhere(dir_fd: int, own: str, metas_under: MetasUnder) -> dict[int, str]:
+    """Which blocks of a chain other fingerprints hold, by names alone: index and fingerprint.
+
+    Raises OSError if the store's directory cannot be read.
+    """
+    found: dict[int, str] = {}
+    with os.scandir(dir_fd) as entries:
+        others = sorted(e.name for e in entries if is_fingerprint(e.name) and e.name != own)
+    for fingerprint in others[:_MAX_ELSEWHERE]:
+        for index, (key, meta) in enumerate(metas_under(bytes.fromhex(fingerprint))):
+            folder, name = block_name(BlockName(key, meta.root_tag, meta.parent_tag))
+            try:
+                os.stat(f"{fingerprint}/{folder}/{name}", dir_fd=dir_fd, follow_symlinks=False)
+            except OSError:
+                break  # a chain: what follows a gap serves nobody
+            found.setdefault(index, fingerprint)
+    return found
 
 
 def reclaim_temporary(dir_fd: int, path: str) -> bool:
