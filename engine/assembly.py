@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,14 +16,18 @@ from engine.core import EngineCore
 from engine.drafter import GuardedDrafter, build_drafter, find_drafter_class
 from engine.errors import StartupError
 from engine.kv_cache_manager import KVCacheManager
+from engine.kv_groups import KVGroup, describe_groups, group_layers
 from engine.kv_layout import KVLayout
 from engine.load_policy import LoadChooser
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.tokenizer import Tokenizer
+from engine.transcripts import Transcripts
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
+from offload.side_store import SideStore, physical_bytes
+from offload.store_scan import side_path
 from offload.tier import Tier, TierOpenError
 
 if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
@@ -35,6 +39,11 @@ logger = logging.getLogger(__name__)
 ProgressFn = Callable[[str, float], None]
 KV_FORMAT_VERSION = 1
 KV_LAYOUT_NAME = "block,layer,kv,head,token,dim"
+# Records beside the KV are token ids and hashes, a thousandth of its bytes. A disk tier gives up to
+# a sixteenth of its own for them, if that is enough to be worth a file.
+SIDE_STORE_BYTES = 32 << 20
+SIDE_STORE_SHARE = 16
+MIN_SIDE_STORE_BYTES = 64 << 10
 
 
 class Wake:
@@ -63,12 +72,15 @@ class EngineParts:
     kv: KVCacheManager
     core: EngineCore
     offload: OffloadManager
+    side: SideStore
+    transcripts: Transcripts
     torch_thread: ThreadPoolExecutor
     drafter: GuardedDrafter | None
     wake: Wake
 
     async def close(self) -> None:
         """Stop threads and close tiers. The engine loop has ended before."""
+        await asyncio.to_thread(self.side.close)
         await self.offload.close()
         if self.drafter is not None:
             self.drafter.close()
@@ -105,6 +117,7 @@ class _Model:
 
     loaded: LoadedModel
     runner: ModelRunner
+    groups: list[KVGroup]
     num_blocks: int
     block_bytes: int
     fingerprint: bytes
@@ -131,17 +144,19 @@ def _assemble_on_torch_thread(
         )
     wake = Wake()
     tiers = _open_tiers(config, model.fingerprint, model.block_bytes)
+    side = _open_side_store(config, model.fingerprint, tiers)
     offload = OffloadManager(tiers, block_bytes=model.block_bytes, wake=wake)
     kv = KVCacheManager(
         model.num_blocks,
         config.block_size,
         offload,
+        groups=model.groups,
         offload_prompt_only=config.offload_prompt_only,
     )
     chooser = LoadChooser(config.load_policy, config.block_size, offload)
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
     core = EngineCore(
-        scheduler=Scheduler(limits, kv, chooser.choose),
+        scheduler=Scheduler(limits, kv, chooser.plan),
         kv=kv,
         offload=offload,
         runner=model.runner,
@@ -160,6 +175,13 @@ def _assemble_on_torch_thread(
         kv=kv,
         core=core,
         offload=offload,
+        side=side,
+        transcripts=Transcripts(
+            model.loaded.tokenizer,
+            side,
+            vocab_size=info.vocab_size,
+            enabled=config.transcript_cache == "on",
+        ),
         torch_thread=torch_thread,
         drafter=drafter,
         wake=wake,
@@ -181,39 +203,45 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     kernels = load_kernels(config.cache_dir)
     loaded = load_model(config, progress)
     info = loaded.info
+    groups = group_layers(info.sliding_windows, info.max_model_len)
     layout = KVLayout(
-        num_layers=info.num_layers,
+        num_layers=max(len(group.layers) for group in groups),
         num_kv_heads=info.num_kv_heads,
         head_dim=info.head_dim,
         block_size=config.block_size,
         dtype=info.dtype,
     )
-    num_blocks = _num_blocks(config, layout.block_bytes)
+    num_blocks = _num_blocks(config, layout.block_bytes, groups)
     device = next(loaded.model.parameters()).device
     cache = KVCache(num_blocks, layout, device)
-    runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size)
+    runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)
     progress("self-test", 0.0)
     check_model(loaded, runner, config.block_size, num_blocks)
     fingerprint = kv_fingerprint(
         info.fingerprint,
         kv_dtype=info.dtype,
-        layout=KV_LAYOUT_NAME,
+        layout=f"{KV_LAYOUT_NAME};{describe_groups(groups)}",
         block_size=config.block_size,
         format_version=KV_FORMAT_VERSION,
     )
-    return _Model(loaded, runner, num_blocks, layout.block_bytes, fingerprint)
+    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint)
 
 
-def _num_blocks(config: EngineConfig, block_bytes: int) -> int:
-    """Blocks of the device pool."""
+def _num_blocks(config: EngineConfig, block_bytes: int, groups: Sequence[KVGroup]) -> int:
+    """Blocks of the device pool; every group of a request's layers needs one at least."""
+    least = len(groups)
     if config.kv_blocks is not None:
+        if config.kv_blocks < least:
+            raise StartupError(
+                f"--kv-blocks {config.kv_blocks} is too few: this model needs {least} at least"
+            )
         return config.kv_blocks
     assert config.kv_memory is not None
     num_blocks = config.kv_memory // block_bytes
-    if num_blocks < 1:
+    if num_blocks < least:
         raise StartupError(
-            f"--kv-memory {config.kv_memory} holds not one KV block of {block_bytes} bytes;"
-            " raise it or lower --block-size"
+            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {block_bytes} bytes,"
+            f" and this model needs {least} at least; raise it or lower --block-size"
         )
     return num_blocks
 
@@ -235,6 +263,7 @@ def _open_tiers(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> l
                 block_bytes=block_bytes,
                 capacity_bytes=config.disk_tier_size,
                 ttl_seconds=config.disk_tier_ttl,
+                side_bytes=physical_bytes(limit) if (limit := _side_limit(config)) else 0,
             )
         )
     except TierOpenError as error:
@@ -242,3 +271,18 @@ def _open_tiers(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> l
             raise StartupError(f"--disk-tier {config.disk_tier}: {error}") from error
         logger.warning("serving without the disk tier: %s", error)
     return tiers
+
+
+def _side_limit(config: EngineConfig) -> int:
+    """Bytes of records that the disk tier keeps; 0 where it is too small for any."""
+    room = config.disk_tier_size // SIDE_STORE_SHARE
+    limit = min(SIDE_STORE_BYTES, (room - physical_bytes(0)) // 2)
+    return limit if limit >= MIN_SIDE_STORE_BYTES else 0
+
+
+def _open_side_store(config: EngineConfig, fingerprint: bytes, tiers: Sequence[Tier]) -> SideStore:
+    """Beside the disk tier, or in memory alone where there is none or it is small."""
+    limit = _side_limit(config)
+    if config.disk_tier is None or not limit or not any(isinstance(t, DiskTier) for t in tiers):
+        return SideStore.open(None, max_bytes=SIDE_STORE_BYTES)
+    return SideStore.open(side_path(config.disk_tier, fingerprint), max_bytes=limit)

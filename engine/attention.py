@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine import paged_reference
-from engine.paged_batch import PagedBatch
+from engine.paged_batch import GroupedBatch, PagedBatch
 
 __all__ = ["NAME", "PagedBatch", "overwinter_paged_attention", "register"]
 
@@ -35,7 +35,7 @@ def overwinter_paged_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    paged: PagedBatch,
+    paged: PagedBatch | GroupedBatch,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -63,18 +63,23 @@ def overwinter_paged_attention(
         raise ValueError(f"{NAME} attention is causal; {type(module).__name__} is not")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, not {sliding_window}")
-    _check_shapes(query, key, value, paged)
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    kernels = paged.kernels
-    if kernels is None or paged.kv.device.type != "cpu":
-        paged_reference.write_kv(key, value, paged, layer)
+    batch, layer = paged.at(module.layer_idx)  # type: ignore[arg-type]
+    _check_shapes(query, key, value, batch)
+    if batch.window is not None and (sliding_window is None or sliding_window > batch.window):
+        raise ValueError(
+            f"layer {module.layer_idx} looks back {sliding_window or 'to the beginning'}, but its"
+            f" KV is kept for {batch.window} tokens"
+        )
+    kernels = batch.kernels
+    if kernels is None or batch.kv.device.type != "cpu":
+        paged_reference.write_kv(key, value, batch, layer)
         out = paged_reference.attend(
-            query, paged, layer, scaling=scaling, window=sliding_window, softcap=softcap
+            query, batch, layer, scaling=scaling, window=sliding_window, softcap=softcap
         )
         return out, None
-    kernels.write_kv(key, value, paged, layer)
+    kernels.write_kv(key, value, batch, layer)
     out = kernels.attend(
-        query, paged, layer, scaling=scaling, window=sliding_window, softcap=softcap
+        query, batch, layer, scaling=scaling, window=sliding_window, softcap=softcap
     )
     return out, None
 

@@ -5,6 +5,8 @@ Every block is in exactly one of three sets:
     referenced   in some live block table (or being loaded); never handed out
     cached       nobody references it, the prefix map knows its content; evicted last
     free         nobody references it, its content means nothing
+
+Cached blocks are warm or cold: a cold one is still found, but nobody is expected to look for it.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._cached: dict[BlockKey, int] = {}
-        # Unreferenced blocks, next victim first: meaningless ones in front, then by recency.
-        self._unreferenced: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # Unreferenced blocks, each kind before the next, within a kind the next victim first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._cold: OrderedDict[int, None] = OrderedDict()
+        self._warm: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated now, evicting cached ones."""
-        return len(self._unreferenced)
+        return len(self._free) + len(self._cold) + len(self._warm)
 
     @property
     def num_cached(self) -> int:
@@ -51,32 +55,48 @@ class BlockPool:
         return self._keys[block_id]
 
     def is_unreferenced(self, block_id: int) -> bool:
-        return block_id in self._unreferenced
+        return self._ref_counts[block_id] == 0
 
     def allocate(self) -> int:
         """A private block, referenced once. Raises IndexError when every block is referenced."""
-        if not self._unreferenced:
+        queue = self._free or self._cold or self._warm
+        if not queue:
             raise IndexError("every KV block is referenced")
-        block_id, _ = self._unreferenced.popitem(last=False)
+        block_id, _ = queue.popitem(last=False)
         self.num_evicted += self._forget(block_id)
         self._ref_counts[block_id] = 1
         return block_id
 
     def reference(self, block_id: int) -> None:
         if self._ref_counts[block_id] == 0:
-            del self._unreferenced[block_id]
+            del self._queue_of(block_id)[block_id]
         self._ref_counts[block_id] += 1
 
-    def release(self, block_id: int) -> None:
-        """Drop one reference; released last is evicted last, so release tails first."""
+    def release(self, block_id: int, *, cold: bool = False) -> None:
+        """Drop one reference; released last is evicted last, so release tails first. A cold block
+        keeps its place in the prefix map but goes before everything that may be asked for."""
         count = self._ref_counts[block_id]
         if count < 1:
             raise AssertionError(f"KV block {block_id} released more often than referenced")
         self._ref_counts[block_id] = count - 1
         if count == 1:
-            self._unreferenced[block_id] = None
             if self._keys[block_id] is None:
-                self._unreferenced.move_to_end(block_id, last=False)
+                self._free[block_id] = None
+                self._free.move_to_end(block_id, last=False)  # still in the processor's cache
+            else:
+                (self._cold if cold else self._warm)[block_id] = None
+
+    def demote(self, block_id: int) -> None:
+        """Nobody is expected to look for a cached block any more; nothing if it is referenced."""
+        if block_id in self._warm:
+            del self._warm[block_id]
+            self._cold[block_id] = None
+
+    def _queue_of(self, block_id: int) -> OrderedDict[int, None]:
+        for queue in (self._warm, self._cold):
+            if block_id in queue:
+                return queue
+        return self._free
 
     def register(self, key: BlockKey, block_id: int) -> bool:
         """Make a referenced block's content findable; False if the prefix map has the key."""
@@ -93,8 +113,18 @@ class BlockPool:
         """Empty the prefix map; referenced blocks stay with their owners. Returns its size."""
         dropped = len(self._cached)
         for block_id in list(self._cached.values()):
-            self._forget(block_id)
+            self.forget(block_id)
         return dropped
+
+    def forget(self, block_id: int) -> bool:
+        """Take a block out of the prefix map, whoever references it; False if it is not in it."""
+        queue = self._queue_of(block_id) if self._ref_counts[block_id] == 0 else None
+        if not self._forget(block_id):
+            return False
+        if queue is not None:
+            del queue[block_id]
+            self._free[block_id] = None
+        return True
 
     def _forget(self, block_id: int) -> bool:
         key = self._keys[block_id]
@@ -109,7 +139,10 @@ class BlockPool:
         """Conservation: each block in exactly one set, the map and its inverse agree."""
         for block_id, count in enumerate(self._ref_counts):
             assert count >= 0, f"block {block_id} has {count} references"
-            assert (count == 0) == (block_id in self._unreferenced), f"block {block_id} misfiled"
+            places = sum(block_id in queue for queue in (self._free, self._cold, self._warm))
+            assert places == (count == 0), f"block {block_id} misfiled"
+            is_free = block_id in self._free
+            assert count or is_free == (self._keys[block_id] is None), f"block {block_id} misfiled"
         for key, block_id in self._cached.items():
             assert self._keys[block_id] == key, f"block {block_id} lost its key"
         assert sum(key is not None for key in self._keys) == len(self._cached)

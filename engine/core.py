@@ -102,7 +102,8 @@ class EngineCore:
 
     def next_deadline(self) -> float | None:
         """Monotonic time at which a load in flight becomes a miss."""
-        deadlines = [r.load_deadline for r in self.scheduler.loading if r.load_deadline is not None]
+        waiting = self.scheduler.waiting_for_loads()
+        deadlines = [r.load_deadline for r in waiting if r.load_deadline is not None]
         return min(deadlines, default=None)
 
     # --- the step ---------------------------------------------------------------------------
@@ -145,12 +146,18 @@ class EngineCore:
 
     def _expire_loads(self) -> None:
         now = time.monotonic()
-        for request in list(self.scheduler.loading):
+        for request in self.scheduler.waiting_for_loads():
+            patience = min(self._load_deadline, request.load_patience)
             if request.load_deadline is None:
-                request.load_deadline = now + self._load_deadline
-            elif request.load_deadline <= now:
-                logger.warning("request %s: loads timed out, recomputing", request.request_id)
-                self.scheduler.load_failed(request, min(request.pending_loads.values()))
+                request.load_deadline = now + patience
+            if request.load_deadline <= now:
+                logger.log(
+                    logging.WARNING if patience == self._load_deadline else logging.DEBUG,
+                    "request %s: loads took longer than %.1f s, recomputing",
+                    request.request_id,
+                    patience,
+                )
+                self.scheduler.load_late(request)
 
     async def _propose_drafts(self) -> None:
         if self._drafter is None:
@@ -189,7 +196,7 @@ class EngineCore:
         return SequenceInput(
             token_ids=token_ids,
             start=start,
-            block_table=request.block_tables[0][: self.kv.num_blocks_for(end)],
+            block_tables=[table[: self.kv.num_blocks_for(end)] for table in request.block_tables],
             sample_rows=self._sample_rows(scheduled),
             prompt_logprobs=self._prompt_logprob_rows(request, start, num_known),
         )
@@ -237,7 +244,8 @@ class EngineCore:
         if not plan:
             return
         self._num_failed_steps = 0
-        self._chooser.observe_pass(sum(s.num_rows for s in plan), output.seconds)
+        num_prompt_rows = sum(s.num_rows for s in plan if not s.request.is_decoding)
+        self._chooser.observe_pass(num_prompt_rows, output.seconds)
         for scheduled, draws, prompt in zip(
             plan, output.draws, output.prompt_logprobs, strict=True
         ):
@@ -350,15 +358,20 @@ class EngineCore:
     ) -> None:
         """The one way out: commit, free, count, tell the stream exactly once."""
         request = live.request
+        if request.is_background:
+            self.counters.idle_prefills += reason is FinishReason.LENGTH
+            num_computed = request.num_computed_tokens - request.cached.total
+            self.counters.idle_prefill_tokens += max(0, num_computed)
         self.scheduler.finish(request)
         del self._live[request.request_id]
         if self._drafter is not None:
             self._drafter.finish(request.request_id)
         request.finish_reason = reason
         request.times.finished = time.monotonic()
-        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
-        if request.admitted_once:
-            self._count_hits(request)
+        if not request.is_background:
+            self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+            if request.admitted_once:
+                self._count_hits(request)
         live.emit(self._output(live, token_ids or [], logprobs, text, stop_reason, error))
 
     def _count_hits(self, request: Request) -> None:
@@ -410,8 +423,9 @@ class EngineCore:
         """A snapshot; lists and dicts are copies."""
         pool, counters = self.kv.pool, self.counters
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.loading),
+            num_running=sum(not r.is_background for r in self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting)
+            + sum(not r.is_background for r in self.scheduler.loading),
             kv_cache_usage=1.0 - pool.num_available / pool.num_blocks,
             num_blocks=pool.num_blocks,
             block_size=self.kv.block_size,
@@ -432,6 +446,8 @@ class EngineCore:
             drafter_failures={str(k): n for k, n in self._drafter.failures.items()}
             if self._drafter
             else {},
+            idle_prefills=counters.idle_prefills,
+            idle_prefill_tokens=counters.idle_prefill_tokens,
             failed_steps=counters.failed_steps,
             failed_checks=counters.failed_checks,
             tiers=self.offload.stats(),

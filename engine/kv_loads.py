@@ -88,10 +88,10 @@ class KVLoads:
         self._pool.release(load.block_id)
         return [(request, request.pending_loads.pop(ticket)) for request in load.waiters]
 
-    def leave(self, request: Request, first_block: int = 0) -> None:
-        """`request` does without its blocks from `first_block` on."""
+    def leave(self, request: Request, indices: range | None = None) -> None:
+        """`request` does without its blocks at `indices`, None: without any."""
         for ticket, index in list(request.pending_loads.items()):
-            if index < first_block:
+            if indices is not None and index not in indices:
                 continue
             del request.pending_loads[ticket]
             load = self._by_ticket[ticket]

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from engine.distribution import PoisonedLogits
 from engine.kernels import Kernels
 from engine.kv_cache import KVCache
+from engine.kv_groups import KVGroup
 from engine.outputs import TokenLogprobs
-from engine.paged_batch import PagedBatch
+from engine.paged_batch import GroupedBatch, PagedBatch
 from engine.sampler import Sampled, Unsampled, prompt_logprobs, sample
 from engine.step import SequenceInput, StepInput, StepOutput
 from offload.transfers import CopyIn, CopyOut
@@ -33,7 +34,7 @@ class PackedInput:
     input_ids: Tensor  # int64 [1, T]
     position_ids: Tensor  # int64 [1, T]
     logit_rows: Tensor  # int64 [L], ascending
-    batch: PagedBatch
+    batch: GroupedBatch
     sampled_rows: Tensor  # int64, which of the L rows draw a token
     prompt_slices: Sequence[slice]  # per sequence, which of the L rows predict its prompt
     witnesses: Mapping[int, int]  # sequences that draw nothing -> the L row of their last token
@@ -48,8 +49,16 @@ class ModelRunner:
         kv: KVCache,
         kernels: Kernels | None,
         vocab_size: int,
+        groups: Sequence[KVGroup],
     ) -> None:
-        """`kernels` None: attention by the plain reference."""
+        """`kernels` None: attention by the plain reference. `groups` hold every layer once."""
+        self.groups = tuple(groups)
+        places = {
+            layer: (group.index, place)
+            for group in groups
+            for place, layer in enumerate(group.layers)
+        }
+        self._places = [places[layer] for layer in range(len(places))]
         self._model = model
         self._kv = kv
         self._kernels = kernels
@@ -134,31 +143,38 @@ class ModelRunner:
         starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
         query_start = np.zeros(len(sequences) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_start[1:])
-        tables = np.zeros((len(sequences), max(len(s.block_table) for s in sequences)), np.int32)
-        for row, sequence in enumerate(sequences):
-            tables[row, : len(sequence.block_table)] = sequence.block_table
         owner = np.repeat(np.arange(len(sequences)), lengths)
         positions = np.arange(query_start[-1]) - query_start[owner] + starts[owner]
-        slots = tables[owner, positions // self._block_size].astype(np.int64) * self._block_size
-        slots += positions % self._block_size
+        contexts = torch.from_numpy((starts + lengths).astype(np.int32))
+        batches = [
+            PagedBatch(
+                query_start=torch.from_numpy(query_start),
+                context_len=contexts,
+                block_tables=torch.from_numpy(tables := _tables(sequences, group)),
+                slot_mapping=torch.from_numpy(self._slots(tables, owner, positions)),
+                kv=self._kv,
+                kernels=self._kernels,
+                window=group.window,
+            )
+            for group in self.groups
+        ]
         logit_rows, sampled_rows, prompt_slices, witnesses = _logit_rows(sequences, query_start)
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences])
         return PackedInput(
             input_ids=self._tensor(tokens)[None],
             position_ids=self._tensor(positions)[None],
             logit_rows=self._tensor(logit_rows),
-            batch=PagedBatch(
-                query_start=torch.from_numpy(query_start),
-                context_len=torch.from_numpy((starts + lengths).astype(np.int32)),
-                block_tables=torch.from_numpy(tables),
-                slot_mapping=torch.from_numpy(slots),
-                kv=self._kv,
-                kernels=self._kernels,
-            ),
+            batch=GroupedBatch(batches, self._places),
             sampled_rows=self._tensor(sampled_rows),
             prompt_slices=prompt_slices,
             witnesses=witnesses,
         )
+
+    def _slots(self, tables: np.ndarray, owner: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The slot that each row's key and value go to."""
+        blocks = tables[owner, positions // self._block_size].astype(np.int64)
+        slots: np.ndarray = blocks * self._block_size + positions % self._block_size
+        return slots
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -173,6 +189,15 @@ class ModelRunner:
         for copy in copies:
             source = torch.frombuffer(copy.source, dtype=torch.uint8)
             self._kv.pool[copy.block_id].copy_(source)
+
+
+def _tables(sequences: Sequence[SequenceInput], group: KVGroup) -> np.ndarray:
+    """Block tables of one group, int32 [S, longest]."""
+    own = [sequence.block_tables[group.index] for sequence in sequences]
+    tables = np.zeros((len(own), max(map(len, own))), np.int32)
+    for row, table in enumerate(own):
+        tables[row, : len(table)] = table
+    return tables
 
 
 def _logit_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,12 +14,13 @@ from engine.kv_cache import KVCache
 
 @dataclass
 class PagedBatch:
-    """T packed tokens over S sequences; built once a step, passed to the model as `paged=`.
+    """T packed tokens over S sequences, as the layers of one KV group see them.
 
     Sequence s owns rows [query_start[s], query_start[s + 1]), the last of its `context_len[s]`
     tokens. Position p of sequence s lives in block `block_tables[s, p // block_size]`; entries
-    behind the context are never read. Raises ValueError for a batch that would reach outside
-    the pool or is malformed, TypeError for a tensor of another dtype.
+    behind the context, or before what its first row's window reaches, are never read. Raises
+    ValueError for a batch that would reach outside the pool or is malformed, TypeError for a
+    tensor of another dtype.
     """
 
     query_start: torch.Tensor  # int32 [S + 1], host
@@ -27,6 +29,7 @@ class PagedBatch:
     slot_mapping: torch.Tensor  # int64 [T], host; block_id * block_size + offset of each row
     kv: KVCache
     kernels: Kernels | None = None  # None: the plain reference
+    window: int | None = None  # of every layer that reads through this batch; None: full attention
     # Host copies that the reference loops over.
     starts: list[int] = field(init=False, repr=False)
     contexts: list[int] = field(init=False, repr=False)
@@ -53,6 +56,18 @@ class PagedBatch:
         """T, the packed tokens of this step."""
         return self.starts[-1]
 
+    def at(self, layer: int) -> tuple[PagedBatch, int]:
+        """The batch that a layer of the model reads through, and the layer's place in a block."""
+        return self, layer
+
+    def _first_read(self, contexts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Per sequence the first block that its first row reaches."""
+        if self.window is None:
+            return np.zeros_like(contexts)
+        block_size = self.kv.layout.block_size
+        first: np.ndarray = np.maximum(contexts - rows - self.window + 1, 0) // block_size
+        return first
+
     def _check(self) -> None:
         """Once a step, so that no layer's kernel can read or write outside the pool."""
         starts, contexts = self.query_start.numpy(), self.context_len.numpy()
@@ -68,8 +83,22 @@ class PagedBatch:
         used = -(-contexts // block_size)
         if used.max(initial=0) > tables.shape[1]:
             raise ValueError("block_tables are narrower than the longest context")
-        read = np.arange(tables.shape[1]) < used[:, None]
+        blocks = np.arange(tables.shape[1])
+        read = (blocks < used[:, None]) & (blocks >= self._first_read(contexts, rows)[:, None])
         if (((tables < 0) | (tables >= num_blocks)) & read).any():
             raise ValueError(f"block_tables name a block outside a pool of {num_blocks}")
         if ((slots < 0) | (slots >= num_blocks * block_size)).any():
             raise ValueError(f"slot_mapping names a slot outside a pool of {num_blocks} blocks")
+
+
+@dataclass(frozen=True)
+class GroupedBatch:
+    """The same rows through the block tables of every KV group; passed to the model as `paged=`."""
+
+    groups: Sequence[PagedBatch]
+    places: Sequence[tuple[int, int]]  # per layer of the model: its group, its place in a block
+
+    def at(self, layer: int) -> tuple[PagedBatch, int]:
+        """As `PagedBatch.at`."""
+        group, place = self.places[layer]
+        return self.groups[group], place

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.outputs import CachedTokens, FinishReason, RequestTimes, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from offload.tier import BlockHash
+
+NO_BLOCK = -1  # in a block table: slid out of the window, or not allocated yet
 
 
 class RequestState(enum.Enum):
@@ -35,6 +38,7 @@ class Request:
     root_hash: BlockHash
     arrival_order: int
     priority: int = 0
+    is_background: bool = False  # nobody asked for it: small steps, and in no user's figures
     times: RequestTimes = field(default_factory=lambda: RequestTimes(arrival=0.0))
 
     state: RequestState = RequestState.WAITING
@@ -43,15 +47,20 @@ class Request:
     num_inflight_tokens: int = 0  # rows of a step that has not finished, drafts included
     draft_token_ids: list[int] = field(default_factory=list)
 
-    block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # per KV group
+    block_tables: list[list[int]] = field(default_factory=list)  # per KV group; NO_BLOCK for none
     block_hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks known so far
-    num_hit_blocks: int = 0  # leading blocks of the table taken over at admission
-    num_committed_blocks: int = 0  # blocks of the table already offered to the prefix map
+    num_hit_blocks: int = 0  # leading blocks that the device held at admission
+    num_committed_blocks: int = 0  # leading blocks already offered to the prefix map
     first_cacheable_block: int = 0  # blocks before it were dropped by a cache reset
+    first_kept: list[int] = field(default_factory=list)  # per group: all before it slid out
+    branch_end: int = 0  # blocks of a chain that others share, where no window was held
 
+    ahead: range | None = None  # blocks that are loaded instead of computed
     pending_loads: dict[int, int] = field(default_factory=dict)  # ticket -> index of its block
-    load_deadline: float | None = None
+    load_deadline: float | None = None  # monotonic; set while it waits for nothing but loads
+    load_patience: float = math.inf  # seconds of such waiting that computing would take
     block_sources: list[str] = field(default_factory=list)  # nearest tier, per block first hit
+    cached_settled: bool = False  # `cached` is final
     admitted_once: bool = False
     cached: CachedTokens = field(default_factory=CachedTokens)
     recomputed_by_choice: int = 0

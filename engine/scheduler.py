@@ -11,7 +11,9 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.kv_cache_manager import BlockHit, KVCacheManager, count_by_tier
+from engine.kv_cache_manager import KVCacheManager
+from engine.load_policy import LoadPlan
+from engine.prefix_match import PrefixHit, count_by_tier
 from engine.request import Request, RequestState
 
 # While answers are streaming, prompts get at most this share of the token budget, so that a step,
@@ -21,6 +23,8 @@ MIXED_PREFILL_SHARE = 4
 FAIR_ADMISSION_INTERVAL = 8
 # Rows of one request whose prompt logprobs are wanted: each such row costs a whole logits row.
 MAX_LOGPROB_CHUNK = 128
+# Rows of one step of what nobody asked for: a request that arrives meanwhile waits for it.
+MAX_BACKGROUND_CHUNK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +55,23 @@ class ScheduledRequest:
         return request.num_computed_tokens + known == request.num_tokens
 
 
-# Decides how many leading hits to use; the rest is recomputed by choice.
-LoadChoice = Callable[[Request, list[BlockHit]], int]
+# Decides what of a hit to load beside how many other prompts; the rest is recomputed by choice.
+LoadChoice = Callable[[PrefixHit, int], LoadPlan]
 
 
-def use_every_hit(request: Request, hits: list[BlockHit]) -> int:
-    return len(hits)
+def load_everything(hit: PrefixHit, num_competing: int) -> LoadPlan:
+    return LoadPlan(hit.num_device)
 
 
 class Scheduler:
     """Queues and admission; owns every live request. Engine loop only."""
 
     def __init__(
-        self, limits: SchedulerLimits, kv: KVCacheManager, choose_hits: LoadChoice = use_every_hit
+        self, limits: SchedulerLimits, kv: KVCacheManager, plan_loads: LoadChoice = load_everything
     ) -> None:
         self.limits = limits
         self.kv = kv
-        self._choose_hits = choose_hits
+        self._plan_loads = plan_loads
         self.waiting: list[Request] = []  # by sort_key
         self.loading: list[Request] = []
         self.running: list[Request] = []
@@ -91,7 +95,7 @@ class Scheduler:
         """Commit what is confirmed, free the blocks, forget the request. Legal in every state."""
         if request.state is RequestState.FINISHED:
             return
-        self.kv.commit(request)
+        self.kv.conclude(request)
         self.kv.touch(request)
         self._leave_queue(request)
         self.kv.release(request)
@@ -107,10 +111,25 @@ class Scheduler:
 
     # --- loads ------------------------------------------------------------------------------
 
+    def waiting_for_loads(self) -> list[Request]:
+        """Requests that can compute nothing until a load has come or is given up."""
+        return [*self.loading, *(r for r in self.running if self._is_stalled(r))]
+
+    def _is_stalled(self, request: Request) -> bool:
+        return bool(request.pending_loads) and not self._num_computable(request)
+
+    def _num_computable(self, request: Request) -> int:
+        """Known tokens that can be computed now: up to what is loaded ahead, if anything is."""
+        if request.ahead is None:
+            return request.num_uncomputed_tokens
+        return request.ahead.start * self.kv.block_size - request.num_computed_tokens
+
     def loads_settled(self, request: Request) -> None:
         """Every load that `request` still counts on is in place: it may run."""
-        self.kv.loads_settled(request)
-        if not self.kv.grow(request, request.num_tokens):
+        if request.state is not RequestState.LOADING:
+            return  # it is computing the blocks before them
+        self._pass_ahead(request)
+        if not self.kv.reserve(request):
             # The blocks behind a failed load went to somebody else meanwhile.
             self._requeue(request)
             return
@@ -120,11 +139,39 @@ class Scheduler:
 
     def load_failed(self, request: Request, block_index: int) -> None:
         """A load failed or is late: the hit ends before its block, the rest is recomputed."""
-        self.kv.shorten_hit(request, block_index)
-        if not request.admitted_once:
-            self._count_cached(request)
+        self.kv.shorten_ahead(request, block_index)
+        self._count_cached(request)
         if not request.pending_loads:
             self.loads_settled(request)
+
+    def load_late(self, request: Request) -> None:
+        """Waiting any longer would cost more than computing what is missing."""
+        if request.state is RequestState.LOADING:
+            self.load_failed(request, min(request.pending_loads.values()))
+            return
+        missing = (
+            max(request.pending_loads.values())
+            + 1
+            - request.num_computed_tokens // (self.kv.block_size)
+        )
+        most = max(1, self.limits.max_num_batched_tokens // self.kv.block_size)
+        self.kv.overtake_ahead(request, min(missing, most))
+        self._count_cached(request)
+        request.load_deadline = None
+        request.load_patience = 0.0  # it has waited enough
+
+    def _take_what_came(self) -> None:
+        """Requests that have computed up to what was loaded ahead go on behind it."""
+        for request in self.running:
+            self._pass_ahead(request)
+
+    def _pass_ahead(self, request: Request) -> None:
+        is_there = not request.pending_loads and not self._num_computable(request)
+        if request.ahead is not None and is_there:
+            self.kv.arrive_ahead(request)
+            request.load_deadline = None
+        if request.ahead is None:
+            request.cached_settled = True
 
     def _requeue(self, request: Request) -> None:
         self._leave_queue(request)
@@ -137,6 +184,7 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledRequest]:
         """Rows for the next pass: decodes first, then admissions, then prompt chunks."""
+        self._take_what_came()
         plan = self._schedule_decodes()
         num_decode_rows = sum(scheduled.num_rows for scheduled in plan)
         self._admit_waiting()
@@ -144,6 +192,8 @@ class Scheduler:
         if num_decode_rows:
             budget = min(budget, self._mixed_prefill_rows)
         plan += self._schedule_prefills(budget)
+        if not plan:
+            plan = self._unblock()
         for scheduled in plan:
             scheduled.request.num_inflight_tokens = scheduled.num_rows
         return plan
@@ -160,7 +210,8 @@ class Scheduler:
             ScheduledRequest(request, num_rows=1)
             for request in decoding
             # One ahead of it may have preempted it meanwhile.
-            if request.state is RequestState.RUNNING and self._make_room(request)
+            if request.state is RequestState.RUNNING
+            and self._make_room(request, request.num_tokens)
         ]
         spare_rows = self.limits.max_num_batched_tokens - len(plan)
         is_seat_free = self.num_active < self.limits.max_num_seqs
@@ -175,17 +226,28 @@ class Scheduler:
                 scheduled.draft_token_ids = drafts
         return plan
 
-    def _make_room(self, request: Request) -> bool:
-        """Blocks for the known tokens; preempts from the tail. False if `request` itself went."""
-        while not self.kv.grow(request, request.num_tokens):
+    def _make_room(self, request: Request, num_positions: int) -> bool:
+        """Blocks for so many positions; preempts from the tail. False if `request` itself went."""
+        while not self.kv.grow(request, num_positions):
             victim = max(self.running, key=lambda running: running.sort_key)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
+    def _unblock(self) -> list[ScheduledRequest]:
+        """Prompts whose windows found no blocks at all: the first goes on at the others' cost."""
+        stuck = [r for r in self.running if self._num_computable(r)]
+        if not stuck:
+            return []
+        first = min(stuck, key=lambda request: request.sort_key)
+        if not self._make_room(first, first.num_computed_tokens + 1):
+            return []
+        wanted = min(self._num_computable(first), self.limits.max_num_batched_tokens)
+        return [ScheduledRequest(first, self.kv.grow_for_rows(first, wanted))]
+
     def _preempt(self, request: Request) -> None:
-        self.kv.commit(request)
+        self.kv.conclude(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._requeue(request)
@@ -201,9 +263,11 @@ class Scheduler:
 
         def hand_out(order: list[Request], amount: int) -> int:
             for request in order:
-                wanted = request.num_uncomputed_tokens - rows[request]
+                wanted = self._num_computable(request) - rows[request]
                 if request.wants_prompt_logprobs:
                     wanted = min(wanted, MAX_LOGPROB_CHUNK - rows[request])
+                if request.is_background:
+                    wanted = min(wanted, MAX_BACKGROUND_CHUNK - rows[request])
                 take = min(wanted, amount)
                 rows[request] += take
                 amount -= take
@@ -213,7 +277,12 @@ class Scheduler:
         by_remainder = sorted(by_arrival, key=lambda r: r.num_uncomputed_tokens)
         left = hand_out(by_remainder, budget // 2)
         hand_out(by_arrival, budget - budget // 2 + left)
-        return [ScheduledRequest(request, rows[request]) for request in by_arrival if rows[request]]
+        plan = []
+        for request in by_arrival:
+            num_rows = self.kv.grow_for_rows(request, rows[request])
+            if num_rows:
+                plan.append(ScheduledRequest(request, num_rows))
+        return plan
 
     # --- admission --------------------------------------------------------------------------
 
@@ -229,41 +298,59 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Take `request` off the queue if the pool holds all its known tokens."""
-        hits = self.kv.match(request)
-        chosen = hits[: self._choose_hits(request, hits)]
-        headroom = len(self.running)  # a block each to grow into, or admission causes preemption
-        if not self.num_active:
-            headroom = 0
-        if self.kv.num_blocks_to_take(request, chosen) + headroom > self.kv.pool.num_available:
-            return False
+        hit = self.kv.match(request)
+        num_competing = sum(not running.is_decoding for running in self.running)
+        loads = self._plan_loads(hit, num_competing)
+        if not self._has_room(request, hit, loads.start):
+            if self.num_active:
+                return False
+            loads = LoadPlan(hit.num_held)  # with the pool to itself it fits without loads
+            if not self._has_room(request, hit, loads.start):
+                return False
         self._leave_queue(request)
-        self.kv.admit(request, chosen)
-        self.kv.touch(request)
+        self.kv.admit(request, hit, loads.start)
+        request.load_patience = loads.patience
+        # Coming back after a preemption it finds what it stored itself.
+        self.kv.touch(request, again=not request.admitted_once)
         self._num_admissions += 1
-        if not request.admitted_once:
-            self._note_sources(request, hits, chosen)
-            self._count_cached(request)
-        if request.pending_loads:
+        self._note_sources(request, hit, loads.start)
+        self._count_cached(request)
+        if request.pending_loads and self._is_stalled(request):
             request.state = RequestState.LOADING
             self.loading.append(request)
         else:
             self._run(request)
         return True
 
-    def _note_sources(self, request: Request, hits: list[BlockHit], chosen: list[BlockHit]) -> None:
+    def _has_room(self, request: Request, hit: PrefixHit, start: int) -> bool:
+        # A block each for the others to grow into, or admission causes preemption.
+        headroom = len(self.running) * len(self.kv.groups) if self.num_active else 0
+        wanted = self.kv.num_blocks_to_take(request, hit, start) + headroom
+        return wanted <= self.kv.pool.num_available
+
+    def _note_sources(self, request: Request, hit: PrefixHit, start: int) -> None:
         """Remember the nearest tier of each block when it was first hit."""
+        if request.cached_settled:
+            return
         if not request.block_sources:
-            num_skipped = len(hits) - len(chosen)
-            request.recomputed_by_choice = num_skipped * self.kv.block_size
+            request.recomputed_by_choice = (start - hit.num_device) * self.kv.block_size
         known = len(request.block_sources)
-        request.block_sources += [hit.source for hit in chosen[known:]]
+        request.block_sources += hit.sources[known:]
 
     def _count_cached(self, request: Request) -> None:
-        """`cached_tokens` belongs to the first admission and is settled once its loads are in."""
+        """`cached_tokens` belongs to the first admission and is settled once its loads are in.
+
+        |-- on the device --|-- recomputed --|-- loaded ahead --|
+        """
+        if request.cached_settled:
+            return
         sources = request.block_sources[: request.num_hit_blocks]
+        if request.ahead is not None:
+            sources = sources + request.block_sources[request.ahead.start : request.ahead.stop]
         request.cached = count_by_tier(sources, self.kv.block_size)
 
     def _run(self, request: Request) -> None:
         request.state = RequestState.RUNNING
         request.admitted_once = True
+        self._pass_ahead(request)
         self.running.append(request)

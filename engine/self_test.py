@@ -32,7 +32,8 @@ def check_model(
     Uses the pool's first blocks, so it runs before anything else does.
     """
     info = loaded.info
-    num_tokens = min(NUM_TOKENS, info.max_model_len, num_blocks * block_size)
+    num_positions = num_blocks // len(runner.groups) * block_size
+    num_tokens = min(NUM_TOKENS, info.max_model_len, num_positions)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, info.vocab_size, (num_tokens,), generator=generator).tolist()
     try:
@@ -55,14 +56,18 @@ def check_model(
 
 
 def _paged_logits(runner: ModelRunner, token_ids: list[int], block_size: int) -> torch.Tensor:
-    table = list(range(-(-len(token_ids) // block_size)))
+    num_blocks = -(-len(token_ids) // block_size)
+    tables = [
+        list(range(group.index * num_blocks, (group.index + 1) * num_blocks))
+        for group in runner.groups
+    ]
     collected = []
     start = 0
     for size in CHUNKS:
         chunk = token_ids[start : start + size]
         if not chunk:
             break
-        packed = runner.pack([SequenceInput(chunk, start, table, sample_rows=())])
+        packed = runner.pack([SequenceInput(chunk, start, tables, sample_rows=())])
         every_row = torch.arange(len(chunk), device=packed.input_ids.device)
         collected.append(runner.logits(runner.with_logit_rows(packed, every_row)))
         start += size

@@ -24,7 +24,7 @@ class SequenceInput:
 
     token_ids: Sequence[int]
     start: int
-    block_table: Sequence[int]  # covers every position up to the last row
+    block_tables: Sequence[Sequence[int]]  # per KV group, up to the last row; -1 slid out
     sample_rows: Sequence[SampleRow]  # for the trailing rows, one each; may be empty
     prompt_logprobs: PromptLogprobRows | None = None
 

@@ -25,8 +25,10 @@ from pathlib import Path
 from offload.block_directory import BlockDirectory
 from offload.block_file import BlockCorruptError, BlockName
 from offload.block_index import BlockIndex
+from offload.history import EXPIRED, LOST, RESET, eviction, unheard
 from offload.store_survey import Survey, SurveyRequest
 from offload.tier import (
+    PIN_SHARE,
     BlockHash,
     BlockKey,
     BlockMeta,
@@ -57,12 +59,14 @@ class DiskTier:
         block_bytes: int,
         capacity_bytes: int,
         ttl_seconds: float,
+        side_bytes: int,
         name: str,
         clock: Callable[[], float],
     ) -> None:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.ttl_seconds = ttl_seconds
+        self._side_bytes = side_bytes
         self._clock = clock
         self._directory = directory
         self._block_bytes = block_bytes
@@ -80,6 +84,7 @@ class DiskTier:
         self._outrun = False  # what was evicted for its sake did not help
         self._gone: set[BlockKey] = set()  # removed since the last survey was asked for
         self._reclaiming = False  # a reset's leftovers still count and will soon be gone
+        self._note: Callable[[BlockKey, str], None] = unheard
 
     @classmethod
     def open(
@@ -90,28 +95,31 @@ class DiskTier:
         block_bytes: int,
         capacity_bytes: int,
         ttl_seconds: float = 0.0,
+        side_bytes: int = 0,
         name: str = "disk",
         clock: Callable[[], float] = time.time,
     ) -> DiskTier:
         """Create or reopen the tier in `path` and index what it holds, by names and `stat` alone.
 
         With `ttl_seconds`, a block unused for longer counts as none and its file is removed.
+        `side_bytes` are left free for the side store, which grows unseen between two surveys.
         Blocking, for startup, in any thread. Raises TierOpenError.
         """
         if len(fingerprint) != 32:
             raise ValueError(f"a fingerprint of {len(fingerprint)} bytes, not 32")
-        directory = BlockDirectory(path, fingerprint, block_bytes, capacity_bytes)
+        directory = BlockDirectory(path, fingerprint, block_bytes, capacity_bytes - side_bytes)
         tier = cls(
             directory,
             block_bytes=block_bytes,
             capacity_bytes=capacity_bytes,
             ttl_seconds=ttl_seconds,
+            side_bytes=side_bytes,
             name=name,
             clock=clock,
         )
         # The ledger, and the store's, the fingerprint's and a two-digit directory, with room to
         # grow.
-        least = directory.needed_bytes(1) + 4 * directory.unit_bytes
+        least = directory.needed_bytes(1) + 4 * directory.unit_bytes + side_bytes
         if capacity_bytes < least:
             directory.close()
             raise TierOpenError(
@@ -141,6 +149,7 @@ class DiskTier:
         """PRESENT -> ABSENT; the next survey removes the file."""
         self.forget(entry)
         self._expired += 1
+        self._note(entry.key, EXPIRED)
 
     def present(self) -> list[BlockKey]:
         return self._index.present()
@@ -156,7 +165,7 @@ class DiskTier:
 
     @property
     def _used_bytes(self) -> int:
-        return self._index.num_bytes + self._other_bytes + self._extra_bytes
+        return self._index.num_bytes + self._other_bytes + self._extra_bytes + self._side_bytes
 
     def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
         if meta is None:
@@ -181,7 +190,7 @@ class DiskTier:
         for _ in strangers:
             self._strangers.popleft()
         entry = Entry(key, 0, root_tag=meta.root_tag, parent_tag=meta.parent_tag)
-        self._index.begin_save(entry)
+        self._index.begin_save(entry, meta.parent_hash)
         extra = max(0, needed - freed)
         self._extra_bytes += extra
         return Reservation(entry, self._epoch, tuple(evicted), tuple(strangers), extra)
@@ -194,8 +203,9 @@ class DiskTier:
         return self._used_bytes + needed - self._limit_bytes
 
     def _choose_victims(self, excess: float) -> tuple[list[Entry], list[StrangerFile], int]:
-        """Least recently used first, ours and others' alike: a fingerprint no longer served
-        makes way for ours, while servers that share the directory live by one clock."""
+        """Ours in their order, others' by recency, and of the two next ones the less recently used:
+        a fingerprint no longer served makes way for ours, while servers that share the directory
+        live by one clock. What is superseded goes first, whoever wrote beside it."""
         evicted: list[Entry] = []
         strangers: list[StrangerFile] = []
         freed = 0
@@ -204,7 +214,10 @@ class DiskTier:
         others = iter(self._strangers)
         next_other = next(others, None)
         while freed < excess:
-            if next_other is not None and (next_own is None or next_other.mtime < next_own.recency):
+            if next_other is not None and (
+                next_own is None
+                or (not next_own.superseded and next_other.mtime < next_own.recency)
+            ):
                 strangers.append(next_other)
                 freed += next_other.num_bytes
                 next_other = next(others, None)
@@ -231,6 +244,7 @@ class DiskTier:
                 self._index.forget(victim)
                 self._gone.add(victim.key)
                 self._evicted += 1
+                self._note(victim.key, eviction(victim))
             else:
                 self._index.restore(victim)
         if not self._index.owns(entry):
@@ -266,10 +280,19 @@ class DiskTier:
     def unpin(self, entry: Entry) -> None:
         self._index.unpin(entry)
 
-    def touch(self, key: BlockKey) -> None:
+    def keep(self, key: BlockKey) -> Entry | None:
+        return self._index.keep(key, int(PIN_SHARE * self.capacity_bytes))
+
+    def let_go(self, entry: Entry) -> None:
+        self._index.let_go(entry)
+
+    def touch(self, key: BlockKey, again: bool = False) -> None:
         now = self._clock()
-        if self.state(key) is BlockState.PRESENT and self._index.touch(key, now):
+        if self.state(key) is BlockState.PRESENT and self._index.touch(key, now, again):
             self._touched[key] = now
+
+    def age(self, key: BlockKey) -> None:
+        self._index.age(key)
 
     def forget(self, entry: Entry) -> None:
         # An EVICTING block is its remover's to forget.
@@ -296,7 +319,8 @@ class DiskTier:
         # The bytes stay until a survey has removed what `wipe` renames away.
         num_blocks = len(self._index)
         self._other_bytes += self._index.num_bytes
-        self._index.clear()
+        for entry in self._index.clear()[0]:
+            self._note(entry.key, RESET)
         self._touched.clear()
         self._epoch += 1
         self._reclaiming = True
@@ -306,6 +330,8 @@ class DiskTier:
         num_blocks = len(self._index)
         held, _ = self._index.drop(where)
         self._other_bytes += sum(entry.num_bytes for entry in held)
+        for entry in held:
+            self._note(entry.key, RESET)
         self._num_drops += 1
         self._reclaiming = True
         return num_blocks - len(self._index)
@@ -347,6 +373,7 @@ class DiskTier:
         for entry in survey.vanished:
             if entry.state is BlockState.PRESENT and not entry.pins and self._index.owns(entry):
                 self._index.forget(entry)
+                self._note(entry.key, LOST)
         self._limit_bytes = self._used_bytes + survey.free_bytes
         if survey.free_bytes >= self._directory.needed_bytes(1):
             self._outrun = False
@@ -363,9 +390,17 @@ class DiskTier:
     def num_pins(self) -> int:
         return self._index.num_pins
 
+    def num_keeps(self) -> int:
+        return self._index.num_keeps
+
+    def watch(self, note: Callable[[BlockKey, str], None]) -> None:
+        self._note = note
+
     def check(self) -> None:
         self._index.check()
         assert self._extra_bytes >= 0, "a save gave back more than it was charged"
+        kept = self._index.kept_bytes
+        assert kept <= PIN_SHARE * self.capacity_bytes, "pins take more than their share"
 
     def write(self, reservation: Reservation, meta: BlockMeta, payload: memoryview) -> WriteResult:
         return self._directory.store(

@@ -52,6 +52,8 @@ class Load:
     promotion: tuple[Lane, Reservation] | None = None
     job: Job | None = None
     abandoned: bool = False
+    overtaken: bool = False  # by a reset of the tier it is read from: stays nowhere
+    is_probe: bool = False  # read for the time it takes
 
 
 class LoadTable:
@@ -110,6 +112,19 @@ class LoadTable:
             del self._waiting[load.ticket]
             self._read(load, view)
 
+    def probe(self, lane: Lane, keys: Sequence[BlockKey]) -> None:
+        """Read blocks of a tier for nothing but the time it takes, as many as find buffers."""
+        for key in keys:
+            buffer = self._staging.take_for_load()
+            if buffer is None:
+                return
+            entry = lane.tier.pin(key)
+            load = Load(0, key, -1, lane, entry.root_tag, entry, Phase.READING, buffer)
+            load.is_probe = load.abandoned = True  # from the start: nobody waits for it
+            self._abandoned.add(load)
+            lane.rate.begin(time.monotonic())
+            self._read(load, self._staging.view(buffer))
+
     def _place(self, load: Load) -> memoryview | None:
         for lane in self._lanes:
             if lane is load.lane:
@@ -141,9 +156,10 @@ class LoadTable:
         load.entry = None
         lane.tier.unpin(entry)
         if whole:
-            lane.stats.loaded_blocks += 1
-            lane.stats.load_bytes += self._block_bytes
-            lane.stats.load_seconds += job.seconds
+            if not load.is_probe:
+                lane.stats.loaded_blocks += 1
+                lane.stats.load_bytes += self._block_bytes
+                lane.stats.load_seconds += job.seconds
         elif job.error is not None:
             lane.discard_bad(entry, job.error)
         whole = self._promoted(load, job) and whole
@@ -164,8 +180,8 @@ class LoadTable:
         lane, reservation = load.promotion
         load.promotion = None
         error = job.error
-        if error is None and job.result is None:
-            error = OSError(errno.ECANCELED, "not started")
+        if error is None and (job.result is None or load.overtaken):
+            error = OSError(errno.ECANCELED, "not started, or overtaken by a reset")
         result = WriteResult(error, self._block_bytes, meta=job.result)
         if not lane.tier.settle(reservation, result):
             return False
@@ -222,6 +238,7 @@ class LoadTable:
             holds = load.lane is lane or (load.slot and load.slot[0] is lane)
             meets = where is None or where.matches(load.key, load.root_tag)
             if holds and meets and load.phase is not Phase.COPYING:
+                load.overtaken = True
                 self._abandon(load)
                 self._failed.append(load.ticket)
                 self._wake()

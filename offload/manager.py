@@ -4,6 +4,7 @@
     lookup, touch            which tier holds a block      copied_out,   the round was executed
     load, start_loads        bring blocks back             copied_in
     cancel                   think better of it            check         the conservation laws
+    pin, unpin, age          what to keep, what to give    fate          what became of a block
     flush, reset, close
 
 Everything is called by one task, the planner, and nothing blocks: disk work runs on daemon threads
@@ -19,16 +20,20 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from offload.history import EVICTED, Fate, History
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane
 from offload.load_table import LoadTable
+from offload.pins import PinTable
 from offload.save_queue import SaveQueue, SaveTally
 from offload.staging import Staging
 from offload.tier import BlockKey, BlockMeta, Forget, OffloadError, Tier, TierStats, chain_order
 from offload.transfers import CopyIn, CopyOut, Transfers
 
 _MAX_ROUND_BYTES = 64 << 20  # copied in one round, each way: a forward pass waits for it
+_PROBED_BLOCKS = 8
 _PATIENCE = 0.002  # seconds between looks at work that only time can finish
+_DEVICE = "device"  # in the history: what lies above the tiers
 _CLOSE_SECONDS = 5.0  # for calls in flight when the manager is closed
 
 
@@ -55,18 +60,21 @@ class OffloadManager:
         self._wake_planner = wake
         self._woken = False
         self._write_deadline = write_deadline
+        self._history = History()
         self._lanes = [
             Lane(
                 tier,
                 io_threads=io_threads,
                 stall_seconds=stall_seconds,
                 survey_seconds=survey_seconds,
+                history=self._history,
                 wake=self._wake,
             )
             for tier in tiers
         ]
         if len({lane.tier.name for lane in self._lanes}) != len(self._lanes):
             raise ValueError("two tiers of one name")
+        self._pins = PinTable(self._lanes)
         self._staging = Staging(staging_bytes, block_bytes)
         max_copies = max(1, _MAX_ROUND_BYTES // block_bytes)
         memory_blocks = sum(
@@ -116,9 +124,10 @@ class OffloadManager:
         once the tiers have lost it a `flush` finds it here."""
         self._saves.hold(key, meta, block_id)
 
-    def withdraw(self, key: BlockKey) -> None:
-        """The device copy goes. Copies handed out already are unaffected; saves still pending
-        continue from a memory tier or are counted as put off, then lost."""
+    def withdraw(self, key: BlockKey, what: str = EVICTED) -> None:
+        """The device copy goes, `what` says how. Copies handed out already are unaffected; saves
+        still pending continue from a memory tier or are counted as put off, then lost."""
+        self._history.note(key, _DEVICE, what)
         self._saves.withdraw(key)
 
     def lookup(self, key: BlockKey) -> str | None:
@@ -128,11 +137,40 @@ class OffloadManager:
                 return lane.tier.name
         return None
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], again: bool = False) -> None:
         """The keys of a chain, root first, were used: recent in every tier that holds them, the
-        root most of all. Saves of them that failed are tried again if the device has the block."""
+        root most of all. `again` if a new request found them; without it they are only put in
+        order, and worth no more. Saves that failed are tried again if the device has the block."""
         for key in chain_order(keys):
-            self._saves.touch(key)
+            self._saves.touch(key, again)
+
+    def age(self, keys: Sequence[BlockKey]) -> None:
+        """The keys of a branch, root first, that its conversation has left: evicted before all
+        others in every tier, tail first, unless they are pinned or used again."""
+        for key in chain_order(keys):
+            for lane in self._lanes:
+                lane.tier.age(key)
+
+    def pin(self, name: str, keys: Sequence[BlockKey], until: float) -> tuple[int, int]:
+        """Do not evict what the tiers hold of a chain, root first, until then (seconds since the
+        epoch); in place of what the name pinned before.
+
+        All pins together take at most PIN_SHARE of each tier, so the leading blocks come first and
+        the rest may stay unpinned. Resets, failed verifications and restarts end it for a block.
+        Returns how many blocks are pinned in some tier, and their bytes in all of them.
+        """
+        self._pins.lapse(time.time())
+        return self._pins.pin(name, keys, until)
+
+    def unpin(self, name: str) -> tuple[int, int]:
+        """Undo a `pin`: blocks and bytes that it still held, as `pin` counts them."""
+        self._pins.lapse(time.time())
+        return self._pins.unpin(name)
+
+    def fate(self, key: BlockKey) -> list[Fate]:
+        """How a block went from the device and from each tier, the latest first; it may have come
+        back since. Of the last ones only, and of this process."""
+        return self._history.fate(key, [_DEVICE, *(lane.tier.name for lane in self._lanes)])
 
     def load(self, key: BlockKey, block_id: int, tier: str | None = None) -> int:
         """Bring a block into a device block; the ticket that `poll` will name.
@@ -162,6 +200,7 @@ class OffloadManager:
         report. Rounds are bounded: `wake` is called again when the report leaves more to do.
         """
         self._woken = False
+        self._pins.lapse(time.time())
         self._gather()
         copies_out = self._saves.start()
         self._loads.start()
@@ -199,12 +238,20 @@ class OffloadManager:
         """Saves of a tier that have neither succeeded nor failed. KeyError without the tier."""
         return self._saves.num_pending(self._lane(tier))
 
+    def probe(self) -> None:
+        """Measure what loading from each tier costs before anybody waits for it: read the blocks
+        used last, if a tier holds any, and let them go again. Memory needs no probe."""
+        for lane in self._lanes:
+            if not lane.in_memory:
+                self._loads.probe(lane, lane.tier.present()[-_PROBED_BLOCKS:])
+
     def estimated_load_seconds(self, tier: str, num_blocks: int) -> float | None:
         """From the loads so far; None while the tier is unmeasured."""
         return self._lane(tier).rate.estimate(num_blocks)
 
     def stats(self) -> dict[str, TierStats]:
         """Counters and gauges by tier name."""
+        self._pins.lapse(time.time())
         return {
             lane.tier.name: lane.snapshot(self._saves.num_pending(lane)) for lane in self._lanes
         }
@@ -282,6 +329,7 @@ class OffloadManager:
             dropped[lane.tier.name] = lane.tier.drop_all() if where is None else drop(where)
             if not lane.in_memory:
                 wipes.append((lane, lane.wipe(where)))
+        self._saves.drop_lost()
         for lane, wipe in wipes:
             error = await self._finish(lane, wipe)
             if error is not None:
@@ -314,5 +362,7 @@ class OffloadManager:
             lane.tier.check()
             held = self._saves.num_pins(lane) + self._loads.num_pins(lane)
             assert lane.tier.num_pins() == held, f"{lane.tier.name}: pins do not balance"
+            keeps = self._pins.num_keeps(lane)
+            assert lane.tier.num_keeps() == keeps, f"{lane.tier.name}: keeps do not balance"
         out = self._saves.num_buffers + self._loads.num_buffers
         assert out + self._staging.num_free == self._staging.num_buffers, "buffers do not balance"

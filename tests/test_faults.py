@@ -14,7 +14,10 @@ import pytest
 
 from engine import assembly
 from engine.async_engine import AsyncEngine
+from engine.block_chain import hash_at
+from engine.block_hash import root_hash
 from engine.outputs import FinishReason
+from engine.request import Request
 from tests.offload.harness import FaultyTier
 from tests.running_engine import (
     ask,
@@ -70,14 +73,15 @@ async def test_a_bad_block_in_mid_prefix_shortens_the_hit(
         names = {path.name for path in block_files(store)}
     assert len(names) == 11  # 45 committed positions
     async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
-        key = engine._core.kv._key(probe(engine, PROMPT), 6)
-        (victim,) = store.rglob(f"{key.block_hash.hex()}.*")
+        block_hash = hash_at(probe(engine, PROMPT), 6, BLOCK_SIZE)
+        (victim,) = store.rglob(f"{block_hash.hex()}.*")
         if damage == "truncate":
             victim.write_bytes(victim.read_bytes()[:-100])
         elif damage == "flip":
             content = bytearray(victim.read_bytes())
-            content[len(content) // 2] ^= 4
-            victim.write_bytes(content)
+            content[-100] ^= 4  # of the payload
+            (tmp_path / "damaged").write_bytes(content)
+            (tmp_path / "damaged").replace(victim)  # never seen half written
         else:
             victim.unlink()
         answer = await ask(engine, PROMPT, greedy(5))
@@ -93,9 +97,6 @@ async def test_a_bad_block_in_mid_prefix_shortens_the_hit(
 
 def probe(engine: AsyncEngine, prompt: list[int]) -> Any:
     """A request that is never scheduled, for its keys."""
-    from engine.block_hash import root_hash
-    from engine.request import Request
-
     return Request(
         request_id="probe",
         prompt_token_ids=prompt,
@@ -209,6 +210,20 @@ async def test_a_full_disk_stores_nothing_and_saving_resumes(
             assert (await ask(engine, prompt)).cached.disk == 10 * BLOCK_SIZE
 
 
+async def test_closing_saves_what_could_not_be_saved_before(
+    tiny_llama: Path, kernel_cache: Path, tmp_path: Path, disk: list[FaultyTier]
+) -> None:
+    store = tmp_path / "kv"
+    async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
+        disk[0].faults["write"] = OSError(errno.ENOSPC, "planted")
+        await ask(engine, PROMPT)
+        await saves_done(engine)
+        assert engine.stats().tiers["disk"].blocks == 0
+        disk[0].faults.clear()
+    async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
+        assert (await ask(engine, PROMPT)).cached.disk == 10 * BLOCK_SIZE
+
+
 async def test_saves_finish_while_the_engine_is_idle(
     tiny_llama: Path, kernel_cache: Path, tmp_path: Path
 ) -> None:
@@ -263,8 +278,9 @@ async def test_prompt_only_offload_keeps_generated_blocks_on_the_device(
         assert engine.stats().tiers["disk"].blocks == len(PROMPT) // BLOCK_SIZE
         replay = await ask(engine, [*PROMPT, *answer.token_ids, 9], greedy(1))
         assert replay.cached.device == 60  # 41 + 20 - 1
-        await engine.cache_flush()
-        assert engine.stats().tiers["disk"].blocks == len(PROMPT) // BLOCK_SIZE
+        await saves_done(engine)
+        assert engine.stats().tiers["disk"].blocks == (41 + 20 + 1) // BLOCK_SIZE  # all its prompt
+        assert (await engine.cache_flush())["saved"] == {"disk": 0}
 
 
 async def test_a_flush_does_not_bring_back_what_a_reset_of_the_disk_dropped(

@@ -56,6 +56,7 @@ def test_every_option_can_be_given_everywhere(config):
         "disk_tier_ttl": ("86400", "86400", 86400.0),
         "disk_tier_optional": ("true", "true", True),
         "offload_prompt_only": ("1", "true", True),
+        "transcript_cache": ("off", '"off"', "off"),
         "load_policy": ("never", '"never"', "never"),
         "speculative": ("a.b:C", '"a.b:C"', "a.b:C"),
         "speculative_tokens": ("2", "2", 2),

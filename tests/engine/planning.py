@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,3 +87,22 @@ def run_to_end(scheduler: Scheduler, max_passes: int = 1000) -> list[list[Reques
         assert plan, "live requests and nothing to do"
         history.append(run_pass(scheduler, plan))
     return history
+
+
+def settle(scheduler: Scheduler) -> None:
+    """Rounds of copies until no save and no load is under way."""
+    offload, loads = scheduler.kv.offload, scheduler.kv.loads
+    deadline = time.monotonic() + 10
+    while not offload.idle():
+        assert time.monotonic() < deadline, "transfers do not end"
+        transfers = offload.poll()
+        assert not transfers.failed_loads
+        loads.copying(transfers.copies_in)
+        offload.copied_out(transfers.copies_out)
+        offload.copied_in(transfers.copies_in)
+        for copy in transfers.copies_in:
+            for request in loads.loaded(copy.ticket):
+                if not request.pending_loads:
+                    scheduler.loads_settled(request)
+        if not transfers:
+            time.sleep(0.001)

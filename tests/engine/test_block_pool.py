@@ -112,7 +112,7 @@ def test_releasing_too_often_is_an_error(evicted: list[BlockKey]) -> None:
 def test_check_finds_a_leak(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
     block = pool.allocate()
-    pool._unreferenced[block] = None
+    pool._free[block] = None
     with pytest.raises(AssertionError, match="misfiled"):
         pool.check()
 
@@ -149,3 +149,42 @@ def test_against_a_model(operations: list[tuple[str, int]]) -> None:
         assert pool.num_available == 4 - len(set(held))
         for number_ in range(8):
             assert pool.lookup(key(number_)) == known.get(key(number_))
+
+
+def test_cold_blocks_go_after_free_ones_and_before_all_others(evicted: list[BlockKey]) -> None:
+    pool = make_pool(4, evicted)
+    blocks = [pool.allocate() for _ in range(3)]
+    keys = [key(number) for number in range(3)]
+    for name, block in zip(keys, blocks, strict=True):
+        pool.register(name, block)
+    pool.release(blocks[0])
+    pool.release(blocks[1], cold=True)
+    pool.release(blocks[2])
+    pool.demote(blocks[2])
+    for expected in ([], [keys[1]], [keys[1], keys[2]], [keys[1], keys[2], keys[0]]):
+        pool.allocate()
+        assert evicted == expected
+    pool.check()
+
+
+def test_a_demoted_block_that_is_referenced_stays_where_it_is(evicted: list[BlockKey]) -> None:
+    pool = make_pool(2, evicted)
+    block = pool.allocate()
+    pool.register(key(1), block)
+    pool.demote(block)
+    pool.check()
+    pool.release(block)
+    pool.allocate()
+    assert evicted == []
+
+
+def test_forgetting_a_block_frees_its_memory_first(evicted: list[BlockKey]) -> None:
+    pool = make_pool(2, evicted)
+    block = pool.allocate()
+    pool.register(key(1), block)
+    assert pool.forget(block)
+    assert not pool.forget(block)
+    pool.check()
+    pool.release(block)
+    assert pool.lookup(key(1)) is None
+    assert evicted == [key(1)]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from engine.kv_cache_manager import DEVICE
-from engine.kv_groups import KVGroup, required_blocks
+from engine.prefix_match import DEVICE, PrefixHit
 from engine.request import Request
 from engine.scheduler import Scheduler
 from tests.engine.planning import (
@@ -63,7 +62,8 @@ def test_the_same_tokens_elsewhere_are_no_hit() -> None:
     """A block stands for everything before it, not for its own tokens."""
     scheduler = make_scheduler()
     serve(scheduler, make_request([*range(4), *range(50, 54), 9]))
-    assert serve(scheduler, make_request([*range(4, 8), *range(50, 54), 9])) == 0
+    serve(scheduler, make_request([*range(4, 8), *range(60, 64), 9]))
+    assert serve(scheduler, make_request([*range(4, 8), *range(50, 54), 9])) == 4
 
 
 def test_prompt_logprobs_compute_the_whole_prompt() -> None:
@@ -119,7 +119,18 @@ def test_a_reset_keeps_running_requests_out_of_the_map() -> None:
     prompt = list(range(16))
     assert serve(scheduler, make_request([*prompt, 5])) == 0
     # blocks 2.. were computed after the reset; with their parents recomputed they may be found
-    assert scheduler.kv.match(make_request([*prompt, 5]))[0].source == DEVICE
+    assert scheduler.kv.match(make_request([*prompt, 5])).sources[0] == DEVICE
+
+
+def test_a_reset_bars_what_the_step_in_flight_is_computing() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    prompt = list(range(16))
+    scheduler.add(make_request(prompt, max_tokens=2))
+    run_pass(scheduler, scheduler.schedule())
+    plan = scheduler.schedule()  # positions 8 to 15 are on the device's stream
+    scheduler.kv.reset(scheduler.live())
+    run_pass(scheduler, plan)
+    assert scheduler.kv.pool.num_cached == 0
 
 
 def test_what_is_recomputed_after_a_reset_is_cached_again() -> None:
@@ -138,7 +149,7 @@ def test_what_is_recomputed_after_a_reset_is_cached_again() -> None:
 def test_release_balances_every_reference() -> None:
     kv = make_kv(8)
     request = make_request(13)
-    kv.admit(request, [])
+    kv.admit(request, PrefixHit(), 0)
     kv.check([request])
     assert kv.pool.num_available == 4
     assert not kv.grow(request, 33)
@@ -147,24 +158,3 @@ def test_release_balances_every_reference() -> None:
     kv.release(request)
     kv.check([])
     assert kv.pool.num_available == 8
-
-
-@pytest.mark.parametrize(
-    ("window", "num_tokens", "expected"),
-    [
-        (None, 0, []),
-        (None, 12, [0, 1, 2]),
-        (4, 12, [2]),  # positions 9..11
-        (5, 12, [2]),  # positions 8..11
-        (6, 12, [1, 2]),  # positions 7..11
-        (100, 12, [0, 1, 2]),
-        (1, 12, []),  # a position sees itself alone
-    ],
-)
-def test_required_blocks(window: int | None, num_tokens: int, expected: list[int]) -> None:
-    assert list(required_blocks(KVGroup(0, window), num_tokens, 4)) == expected
-
-
-def test_a_hit_ends_on_a_block_boundary() -> None:
-    with pytest.raises(ValueError, match="boundary"):
-        required_blocks(KVGroup(0), 5, 4)

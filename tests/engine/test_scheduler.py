@@ -66,6 +66,7 @@ def test_short_prompts_do_not_starve_a_long_one() -> None:
     scheduler.add(long)
     passes = 0
     while long in scheduler.live():
+        assert passes < 50, "it starves"
         for _ in range(2):  # enough for every row there is
             scheduler.add(make_request(16, max_tokens=1))
         run_pass(scheduler, scheduler.schedule())
@@ -149,7 +150,7 @@ def test_a_preempted_request_keeps_its_committed_blocks_findable() -> None:
     while not second.num_preemptions:
         run_pass(scheduler, scheduler.schedule())
     committed = second.num_tokens - 1
-    assert len(scheduler.kv.match(second)) == committed // 4
+    assert scheduler.kv.match(second).num_device == committed // 4
 
 
 def test_twice_as_many_long_outputs_as_the_pool_holds_all_finish() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from offload.block_file import BlockCorruptError
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
@@ -217,6 +218,7 @@ def test_a_cancelled_load_is_never_handed_out(phase: str, open_disk: OpenDisk) -
         time.sleep(0.1)
         manager._gather()
     if phase == "reading":
+        manager.start_loads()
         deadline = time.monotonic() + 5
         while "read" not in disk.calls and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -451,6 +453,47 @@ async def test_a_reset_of_disk_alone_keeps_memory_and_does_not_refill(
     assert disk.present() == [key(1)]
 
 
+async def test_what_was_on_its_way_into_memory_does_not_refill_a_disk_reset_meanwhile(
+    cpu: CpuTier, open_disk: OpenDisk
+) -> None:
+    disk = open_disk()
+    planner = Planner(cpu, disk)
+    planner.commit(1)
+    under_way = planner.manager.poll()
+    planner.manager.withdraw(key(1))
+    await planner.manager.reset(["disk"])
+    planner.execute(under_way)
+    assert planner.manager.lookup(key(1)) == "cpu"
+    await planner.manager.flush(planner.pump)
+    assert disk.present() == []
+    planner.manager.withdraw(key(1))
+    planner.commit(1)  # computed anew
+    planner.settle()
+    assert disk.present() == [key(1)]
+
+
+async def test_a_block_being_read_when_the_disk_is_reset_does_not_stay_in_memory(
+    cpu: CpuTier, open_disk: OpenDisk
+) -> None:
+    disk = FaultyTier(open_disk())
+    first = Planner(disk)
+    first.commit(1)
+    first.settle()
+    planner = Planner(cpu, disk)
+    disk.hanging.add("read")
+    ticket = planner.manager.load(key(1), 50)
+    planner.manager.start_loads()
+    planner.until(lambda: "read" in disk.calls)
+    resetting = asyncio.create_task(planner.manager.reset(["disk"]))
+    await asyncio.sleep(0)
+    disk.release.set()
+    await resetting
+    planner.settle()
+    assert planner.failed == [ticket]
+    assert planner.manager.lookup(key(1)) is None
+    planner.manager.check()
+
+
 async def test_a_copy_under_way_keeps_its_source_through_a_reset(cpu: CpuTier) -> None:
     planner = Planner(cpu)
     planner.commit(1)
@@ -461,12 +504,33 @@ async def test_a_copy_under_way_keeps_its_source_through_a_reset(cpu: CpuTier) -
     for number in range(10, 18):  # fill every other slot
         planner.commit(number)
     out = planner.manager.poll()
+    assert out.failed_loads == []  # it is being copied: its end is reported by who copies
     for copy in out.copies_out:
         copy.destinations[0][:] = bytes(BLOCK_BYTES)
     planner.execute(transfers)
     assert planner.device[50] == content(1)
     planner.manager.copied_out(out.copies_out)
     planner.manager.check()
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+async def test_a_load_not_yet_copied_fails_with_the_reset_of_its_tier(
+    tier: str, cpu: CpuTier, open_disk: OpenDisk
+) -> None:
+    """Its bytes are there and whole, but they are of before the reset."""
+    planner = Planner(cpu, open_disk())
+    planner.commit(1)
+    planner.settle()
+    ticket = planner.manager.load(key(1), 50, tier)
+    if tier == "disk":
+        planner.manager.start_loads()
+        while not planner.manager._loads.has_news:
+            planner.manager._gather()
+            await asyncio.sleep(0.001)
+    await planner.manager.reset([tier])
+    transfers = planner.round()
+    assert (transfers.failed_loads, transfers.copies_in) == ([ticket], [])
+    assert planner.device[50] == bytes(BLOCK_BYTES)
 
 
 async def test_a_reset_that_is_not_durable_says_so(open_disk: OpenDisk) -> None:
@@ -608,3 +672,31 @@ def test_the_cap_makes_room_by_evicting_the_least_recently_used(open_disk: OpenD
     numbers = [number for number in range(30) if planner.manager.lookup(key(number))]
     assert numbers == list(range(30 - stats.blocks, 30))
     assert stats.blocks >= 5
+
+
+def test_a_probe_measures_the_disk_before_anybody_waits_for_it(open_disk: OpenDisk) -> None:
+    disk = FaultyTier(open_disk())
+    planner = Planner(disk)
+    for number in range(3):
+        planner.commit(number)
+    planner.settle()
+    assert planner.manager.estimated_load_seconds("disk", 1) is None
+    planner.manager.probe()
+    planner.manager.check()
+    planner.settle()
+    assert planner.manager.estimated_load_seconds("disk", 1) > 0.0
+    assert disk.calls.count("read") == 3
+    stats = planner.manager.stats()["disk"]
+    assert (stats.loaded_blocks, stats.pinned_blocks) == (0, 0)
+
+
+def test_a_probe_that_finds_a_bad_block_drops_it(open_disk: OpenDisk) -> None:
+    disk = FaultyTier(open_disk())
+    planner = Planner(disk)
+    planner.commit(1)
+    planner.settle()
+    disk.faults["read"] = BlockCorruptError("payload", "planted")
+    planner.manager.probe()
+    planner.settle()
+    assert planner.manager.lookup(key(1)) is None
+    assert planner.manager.stats()["disk"].verify_failures == 1
