@@ -366,10 +366,11 @@ class DiskTier:
         self._skipped = survey.skipped
         self._reclaiming = False
         # A survey may have seen a file that was removed after it looked.
-        before = self._expire_before()
-        self._index.adopt(
-            found for found in survey.found if found.key not in self._gone and found.mtime >= before
-        )
+        found = survey.found
+        if self._gone or self.ttl_seconds:
+            before, gone = self._expire_before(), self._gone
+            found = [one for one in found if one.key not in gone and one.mtime >= before]
+        self._index.adopt(found)
         for entry in survey.vanished:
             if entry.state is BlockState.PRESENT and not entry.pins and self._index.owns(entry):
                 self._index.forget(entry)

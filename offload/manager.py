@@ -292,7 +292,7 @@ class OffloadManager:
         finally:
             self._saves.untrack(tally)
         for lane in self._lanes:
-            if not lane.in_memory and await self._finish(self._sync(lane)) is not None:
+            if not lane.in_memory and await self._finish(lane, self._sync(lane)) is not None:
                 name = lane.tier.name
                 tally.failed[name] += tally.saved[name]
                 tally.saved[name] = 0
@@ -315,11 +315,11 @@ class OffloadManager:
     def _sync(lane: Lane) -> Job:
         return lane.threads.submit(lane.tier.sync, Urgency.SAVE, lambda job: None)
 
-    async def _finish(self, job: Job) -> Exception | None:
+    async def _finish(self, lane: Lane, job: Job) -> Exception | None:
         """Wait for a job, as long as a write may take; the error it ended with."""
         deadline = time.monotonic() + self._write_deadline
         while not job.finished:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (job.started is None and lane.saves_stalled):
                 return TimeoutError("the tier hangs")
             await asyncio.sleep(_PATIENCE)
             self._gather()
@@ -353,7 +353,7 @@ class OffloadManager:
                 wipes.append((lane, lane.wipe(where)))
         self._saves.drop_lost()
         for lane, wipe in wipes:
-            error = await self._finish(wipe)
+            error = await self._finish(lane, wipe)
             if error is not None:
                 raise OffloadError(
                     f"tier {lane.tier.name} holds none of it now, but a restart may find its old "
