@@ -345,7 +345,9 @@ class AsyncEngine:
                 self._take_inbox()
                 did_something = await self._core.step()
                 self._finish_round()
-                if not did_something and not self._arrivals and not self._aborts:
+                if did_something or self._arrivals or self._aborts:
+                    continue
+                if not await self._audit():
                     await self._sleep()
         except Exception as error:
             logger.exception("the engine loop failed")
@@ -358,6 +360,8 @@ class AsyncEngine:
 
     def _take_inbox(self) -> None:
         self._wake.clear()
+        if self._arrivals or not self._accepting:
+            self._core.stop_audit()
         while self._arrivals:
             self._core.add(self._arrivals.popleft())
         while self._aborts:
@@ -370,6 +374,10 @@ class AsyncEngine:
                 waiter.set_result(None)
         if not self._known_ids:
             self._drained.set()
+
+    async def _audit(self) -> bool:
+        """With nothing else to do, a pass of checking loads; False if there is none to do."""
+        return self._accepting and not self._core.num_live and await self._core.audit()
 
     async def _sleep(self) -> None:
         """Until somebody calls, a transfer ends or a deadline passes; idle, there is none."""

@@ -32,5 +32,6 @@ class EngineStats:
     spec_accepted_per_pos: list[int] = field(default_factory=list)
     drafter_failures: dict[str, int] = field(default_factory=dict)
     failed_steps: int = 0
+    load_audits: dict[str, int] = field(default_factory=dict)  # loaded blocks checked, by result
     failed_checks: int = 0  # idle-time conservation checks that did not add up
     tiers: dict[str, TierStats] = field(default_factory=dict)

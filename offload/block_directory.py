@@ -251,6 +251,10 @@ class BlockDirectory:
         finally:
             os.close(fd)
 
+    def path_of(self, block: BlockName) -> Path:
+        """Where a stored block lies, for a person to look at."""
+        return self._path.joinpath(self._name, *block_name(block))
+
     def remove(self, epoch: int, block: BlockName) -> WriteResult:
         """Unlink one block; one already gone counts as removed."""
         try:

@@ -9,7 +9,7 @@ An `Entry` that `forget` or `clear` took out is dead: its holders may still rele
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, FoundBlock
 
@@ -44,6 +44,10 @@ class BlockIndex:
     def stored(self) -> dict[BlockKey, Entry]:
         """A copy of what is PRESENT or EVICTING: whose bytes the index counts."""
         return self._stored.copy()
+
+    def entries(self) -> Collection[Entry]:
+        """PRESENT and EVICTING; a view, to be looked at before anything changes."""
+        return self._stored.values()
 
     def children(self, parent_hash: BlockHash) -> list[BlockKey]:
         """PRESENT blocks whose parent's hash begins like this one."""

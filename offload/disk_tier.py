@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 
 from offload.block_directory import BlockDirectory, Survey, SurveyRequest
@@ -107,6 +108,12 @@ class DiskTier:
 
     def children(self, parent_hash: BlockHash) -> list[BlockKey]:
         return self._index.children(parent_hash)
+
+    def entries(self) -> Collection[Entry]:
+        return self._index.entries()
+
+    def location(self, entry: Entry) -> str:
+        return str(self._directory.path_of(_name(entry)))
 
     def slot(self, entry: Entry) -> memoryview:
         raise ValueError("blocks on disk have no memory")

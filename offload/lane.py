@@ -41,6 +41,7 @@ class Lane:
         self.pending: OrderedDict[BlockKey, None] = OrderedDict()  # oldest first
         self.failed: set[BlockKey] = set()  # resident blocks to offer again when next used
         self.barred: set[BlockKey] = set()  # held elsewhere when this tier was reset
+        self.condemned: set[BlockKey] = set()  # stored with bad bytes: never served again
         self.num_wipes = 0  # resets not durable yet; saves wait for them
         self._stall_seconds = stall_seconds
         self._survey_seconds = survey_seconds
@@ -59,7 +60,8 @@ class Lane:
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a load of the block may be asked for."""
-        return self.tier.state(key) is BlockState.PRESENT and not self.stalled
+        is_present = self.tier.state(key) is BlockState.PRESENT
+        return is_present and not self.stalled and key not in self.condemned
 
     def take_finished(self) -> None:
         """Settle what the threads have done since the last call."""
@@ -78,13 +80,7 @@ class Lane:
                 entry.key.block_hash.hex()[:16],
                 error.reason,
             )
-            epoch = self.tier.condemn(entry)
-            if epoch is not None:
-                self.threads.submit(
-                    lambda: self.tier.remove(entry, epoch),
-                    Urgency.UPKEEP,
-                    lambda job: self.tier.removed(entry, outcome(job)),
-                )
+            self._remove(entry)
             return
         if isinstance(error, FileNotFoundError):
             self.skipped["vanished"] += 1
@@ -92,6 +88,35 @@ class Lane:
             self.skipped["unreadable"] += 1
             self.stats.failed_blocks += 1
         self.tier.forget(entry)
+
+    def condemn(self, key: BlockKey) -> None:
+        """A stored block is known to be bad, though it passes verification: it is never served
+        again, and removed as soon as that can be, also if a survey finds it once more."""
+        self.condemned.add(key)
+        if self.tier.state(key) is BlockState.PRESENT:
+            entry = self.tier.pin(key)
+            self.tier.unpin(entry)
+            self._remove(entry)
+        if self.tier.state(key) is BlockState.ABSENT:
+            self.condemned.discard(key)
+
+    def stored(self, key: BlockKey) -> None:
+        """New bytes of a block have been stored."""
+        self.condemned.discard(key)
+
+    def _remove(self, entry: Entry) -> None:
+        epoch = self.tier.condemn(entry)
+        if epoch is not None:
+            self.threads.submit(
+                lambda: self.tier.remove(entry, epoch),
+                Urgency.UPKEEP,
+                lambda job: self._removed(entry, outcome(job)),
+            )
+
+    def _removed(self, entry: Entry, result: WriteResult) -> None:
+        self.tier.removed(entry, result)
+        if entry.key in result.removed:
+            self.condemned.discard(entry.key)
 
     def survey_if_due(self) -> None:
         """Look now and then at what the medium really holds."""
@@ -115,6 +140,8 @@ class Lane:
         self._next_survey = min(self._next_survey, time.monotonic() + pause)
         if job.error is None:
             self.tier.absorb(job.result)
+            for key in list(self.condemned):
+                self.condemn(key)
         if not self._next_survey:
             self.survey()
 

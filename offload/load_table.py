@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -51,6 +51,7 @@ class Load:
     promotion: tuple[Lane, Reservation] | None = None
     job: Job | None = None
     abandoned: bool = False
+    condemned: bool = False  # of bad bytes: what a promotion makes of it goes at once
 
 
 class LoadTable:
@@ -166,6 +167,10 @@ class LoadTable:
         result = WriteResult(error, self._block_bytes, meta=job.result)
         if not lane.tier.settle(reservation, result):
             return False
+        if load.condemned:
+            lane.condemn(load.key)
+            return False
+        lane.stored(load.key)
         lane.stats.saved_blocks += 1
         load.slot = (lane, lane.tier.pin(load.key))
         return True
@@ -221,6 +226,20 @@ class LoadTable:
                 self._abandon(load)
                 self._failed.append(load.ticket)
                 self._wake()
+
+    def condemn(self, keys: Collection[BlockKey]) -> None:
+        """These blocks are bad: what is not being copied yet has failed."""
+        for load in self._all():
+            if load.key not in keys:
+                continue
+            load.condemned = True
+            if not load.abandoned and load.phase is not Phase.COPYING:
+                self._abandon(load)
+                self._failed.append(load.ticket)
+                self._wake()
+
+    def keys(self) -> set[BlockKey]:
+        return {load.key for load in self._all()}
 
     def _abandon(self, load: Load) -> None:
         if load.phase is Phase.COPYING:

@@ -4,7 +4,7 @@
     lookup, touch            which tier holds a block      copied_out,   the round was executed
     load, start_loads        bring blocks back             copied_in
     cancel                   think better of it            check         the conservation laws
-    flush, reset, close
+    condemn                  a block was found bad         flush, reset, close
 
 Everything is called by one task, the planner, and nothing blocks: disk work runs on daemon threads
 and its results are taken in `poll`. The manager calls `wake` whenever a `poll` would have news,
@@ -16,14 +16,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane
+from offload.lineage import Link, Suspects
 from offload.load_table import LoadTable
 from offload.save_queue import SaveQueue, SaveTally
 from offload.staging import Staging
-from offload.tier import BlockKey, BlockMeta, OffloadError, Tier, TierStats, chain_order
+from offload.tier import (
+    TAG_BYTES,
+    BlockHash,
+    BlockKey,
+    BlockMeta,
+    BlockState,
+    OffloadError,
+    Tier,
+    TierStats,
+    chain_order,
+)
 from offload.transfers import CopyIn, CopyOut, Transfers
 
 _MAX_ROUND_BYTES = 64 << 20  # copied in one round, each way: a forward pass waits for it
@@ -189,6 +200,40 @@ class OffloadManager:
             return
         if self._loads.has_news or any(lane.pending for lane in self._lanes):
             self._wake()
+
+    def condemn(self, key: BlockKey, root: BlockHash, tier: str) -> tuple[Suspects, list[str]]:
+        """A block that `tier` served, of the chain of `root`, was found bad though it had passed
+        verification. It goes from every tier, durably, and with it all that may have been computed
+        from it; so must the device's copies of these, before anything else is offered.
+
+        Nothing stored, pending or in flight of them is served again. Returns which blocks these
+        are, and where the bad one's bytes lie until they are removed.
+        """
+        suspects = Suspects(self._links(), key.block_hash, root)
+        locations: list[str] = []
+        in_flight = {held for held, _ in self._saves.metas()} | self._loads.keys()
+        condemned = {held for held in in_flight if held.block_hash in suspects}
+        for lane in self._lanes:
+            bad = [e for e in lane.tier.entries() if e.key.block_hash in suspects]
+            places = (lane.tier.location(entry) for entry in bad if entry.key == key)
+            locations += [place for place in places if place is not None]
+            condemned.update(entry.key for entry in bad)
+            if lane.tier.name == tier:
+                lane.stats.verify_failures += 1
+        self._saves.condemn(condemned)
+        self._loads.condemn(condemned)
+        for lane in self._lanes:
+            for held in condemned:
+                if lane.tier.state(held) is not BlockState.ABSENT:
+                    lane.condemn(held)
+        return suspects, locations
+
+    def _links(self) -> Iterator[Link]:
+        for lane in self._lanes:
+            for entry in lane.tier.entries():
+                yield Link(entry.key.block_hash[:TAG_BYTES], entry.root_tag, entry.parent_tag)
+        for key, meta in self._saves.metas():
+            yield Link(key.block_hash[:TAG_BYTES], meta.root_tag, meta.parent_tag)
 
     def idle(self) -> bool:
         """Whether nothing is pending, under way or unreported. A write given up does not count."""

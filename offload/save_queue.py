@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -45,6 +45,7 @@ class Save:
     job: Job | None = None
     overdue: bool = False  # hung beyond its deadline and counted as failed
     dropped: bool = False  # overtaken by a reset
+    condemned: bool = False  # of bad bytes: what it stores goes at once
 
 
 @dataclass(slots=True)
@@ -281,7 +282,9 @@ class SaveQueue:
         share = seconds / len(copies) if seconds is not None and copies else 0.0
         for copy in copies:
             for save in self._copying.pop(copy.key):
-                if save.lane.in_memory or save.dropped:
+                if save.condemned:
+                    self._end(save, WriteResult(OSError(errno.ECANCELED, "condemned")), share)
+                elif save.lane.in_memory or save.dropped:
                     self._end(save, WriteResult(num_bytes=self._block_bytes), share)
                 else:
                     self._write(save)
@@ -299,7 +302,10 @@ class SaveQueue:
         present = lane.tier.settle(save.reservation, result)
         if self._active.get((lane.tier.name, key)) is save:
             del self._active[lane.tier.name, key]
-        if present:
+        if present and save.condemned:
+            lane.condemn(key)
+        elif present:
+            lane.stored(key)
             lane.stats.saved_blocks += 1
             lane.stats.store_bytes += self._block_bytes
             lane.stats.store_seconds += seconds
@@ -347,6 +353,27 @@ class SaveQueue:
                     save.job.cancelled = True
                 del self._active[name, key]
                 self._tell(lane, key, saved=False)
+
+    def condemn(self, keys: Set[BlockKey]) -> None:
+        """These blocks are bad: what is on its way of them is never to be served."""
+        for lane in self._lanes:
+            for key in keys & lane.pending.keys():
+                del lane.pending[key]
+                self._tell(lane, key, saved=False)
+        for save in self._held:
+            if save.key not in keys:
+                continue
+            save.dropped = save.condemned = True
+            if save.job is not None:
+                save.job.cancelled = True
+            if self._active.get((save.lane.tier.name, save.key)) is save:
+                del self._active[save.lane.tier.name, save.key]
+                self._tell(save.lane, save.key, saved=False)
+
+    def metas(self) -> Iterator[tuple[BlockKey, BlockMeta]]:
+        """Of what the device holds and of saves that have not ended."""
+        yield from ((key, meta) for key, (meta, _) in self._resident.items())
+        yield from ((save.key, save.meta) for save in self._held)
 
     # -- waiting and counting
 
