@@ -119,6 +119,7 @@ class AsyncEngine:
         self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         parts.wake.bind(self._wake_from_thread)
+        parts.offload.probe()
         self._closing: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._run(), name="engine-loop")
 
@@ -384,6 +385,9 @@ class AsyncEngine:
         if not self._core.num_live:
             self._check_when_idle()
         timeouts = [] if self._core.offload.idle() else [OFFLOAD_POLL_SECONDS]
+        next_look = self._core.offload.next_look()
+        if next_look is not None:
+            timeouts.append(next_look)
         deadline = self._core.next_deadline()
         if deadline is not None:
             timeouts.append(max(0.0, deadline - time.monotonic()))

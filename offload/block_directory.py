@@ -1,10 +1,15 @@
 """Block files in a directory: the blocking half of the disk tier. Runs on I/O threads.
 
-    store    evict -> temporary file, locked -> write -> fdatasync -> rename into place -> close
+    store    evict, charge, temporary file -> write -> fdatasync -> rename into place -> close
     fetch    open -> read into place -> verify
     remove   unlink -> drop the directory if that emptied it
     survey   what is really there; dead writers' leftovers are reclaimed on the way
-    wipe     rename the fingerprint's directory away -> make a new one -> fsync
+    wipe     rename the fingerprint's directory away -> fsync
+    erase    unlink the blocks of some chains -> fsync
+
+What changes the bytes in the directory happens under the lock of the ledger, which all servers on
+the directory share: evict and charge in one, publish and settle in one. Between them, and so
+without it, the content is written, into bytes that are charged already.
 
 Every operation names the epoch in which it was asked for. `wipe` starts a new one, and an operation
 of an older epoch finds nothing and publishes nothing: a save that a reset overtook either is
@@ -14,88 +19,82 @@ refused, or ends in the directory that was renamed away.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from offload import block_file
-from offload.block_file import BlockCorruptError, BlockName
+from offload.block_file import BlockName
+from offload.draft import Draft, charged_bytes, create_draft
+from offload.ledger import Account, Ledger
+from offload.record_io import read_record, write_all
+from offload.store_changes import (
+    directory_bytes,
+    rename_into_place,
+    unlink_block,
+    unlink_in,
+    unlink_stranger,
+)
 from offload.store_scan import (
+    OPEN_RECORD,
     TEMPORARY_PREFIX,
     TRASH_PREFIX,
     Kind,
     StoreFile,
     block_name,
-    is_outdated_name,
     open_directory,
     parse_block_name,
     reclaim_temporary,
     remove_tree,
     scan,
 )
+from offload.store_survey import Inventory, Survey, SurveyRequest, future_bytes
 from offload.tier import (
     BlockKey,
     BlockMeta,
-    Entry,
-    FoundBlock,
+    Forget,
+    RoomTakenError,
     StrangerFile,
     TierOpenError,
     WriteResult,
 )
 
-_MAX_STRANGERS = 8192  # eviction candidates a survey names; more come with the next
-_PUBLISH_ATTEMPTS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class SurveyRequest:
-    """What the planner knows before a survey."""
-
-    epoch: int
-    known: Mapping[BlockKey, Entry]  # the entries are only handed back
-    touched: Mapping[BlockName, float]  # seconds since the epoch, to be recorded as mtime
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What lies in the directory beside the blocks already known; bytes are physical."""
-
-    epoch: int
-    found: list[FoundBlock]  # ours, not known; oldest first
-    vanished: list[Entry]  # known, not there
-    strangers: list[StrangerFile]  # may be evicted; oldest first
-    other_bytes: int  # all that is neither known nor found, strangers and directories included
-    skipped: dict[str, int]
-    seconds: float
-
 
 class BlockDirectory:
     """The block files of one fingerprint in a directory that may be shared."""
 
-    def __init__(self, directory: Path, fingerprint: bytes, block_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, fingerprint: bytes, block_bytes: int, capacity_bytes: int
+    ) -> None:
         """Create and open; nothing is scanned yet. Raises TierOpenError."""
         self._path = directory
         self._fingerprint = fingerprint
         self._name = fingerprint.hex()
         self._block_bytes = block_bytes
+        self._capacity_bytes = capacity_bytes
         self._token = f"{os.getpid()}.{secrets.token_hex(4)}"
-        self._lock = threading.Lock()  # epoch, descriptor and counter; never taken by the planner
+        # Epoch, descriptor, counter, names; never taken by the planner. After the ledger's.
+        self._lock = threading.Lock()
         self._epoch = 0
         self._count = 0
         self._wipe_failed = False
+        self._unerased: list[Forget] = []
         self._dirty: set[str] = set()
-        try:
-            self._dir_fd = self._open()
-            self._probe()
-        except OSError as error:
-            raise TierOpenError(_open_message(directory, error)) from error
-        self.unit_bytes = max(512, os.fstatvfs(self._dir_fd).f_bsize)  # what a file grows by
+        self._writing: set[str] = set()  # temporary files of this process
+        with ExitStack() as opened:
+            try:
+                self._dir_fd = self._open()
+                opened.callback(os.close, self._dir_fd)
+                self.unit_bytes = max(512, os.fstatvfs(self._dir_fd).f_bsize)  # of growth
+                self._ledger = Ledger(self._dir_fd, self._measure)
+                self._probe()
+            except OSError as error:
+                raise TierOpenError(_open_message(directory, error)) from error
+            opened.pop_all()
 
     def _open(self) -> int:
         try:
@@ -107,115 +106,158 @@ class BlockDirectory:
         dir_fd = open_directory(str(self._path))
         if not os.listdir(dir_fd) and os.fstat(dir_fd).st_uid == os.geteuid():
             os.fchmod(dir_fd, 0o700)
-        with suppress(FileExistsError):
-            os.mkdir(self._name, 0o700, dir_fd=dir_fd)
         return dir_fd
 
     def _probe(self) -> None:
-        """Write and remove one byte. A full disk passes: what it holds can still be read, and
+        """Make and remove an empty file. A full disk passes: what it holds can still be read, and
         saving resumes when there is room."""
         try:
-            with self._root(0) as root:
-                name, fd = self._create_temporary(root)
+            with self._accounting() as account:
+                with self._opened_root(0) as root:
+                    if root is None:
+                        if account.occupied + self.unit_bytes > self._capacity_bytes:
+                            return  # the first block makes it, in the room of what it evicts
+                        account.charge(self.unit_bytes)
+                root = self._root(0)
                 try:
-                    os.write(fd, b"\0")
-                finally:
-                    os.unlink(name, dir_fd=root)
-                    os.close(fd)
+                    draft = self._create_temporary(root, 0)
+                except BaseException:
+                    os.close(root)
+                    raise
+                os.unlink(draft.name, dir_fd=root)
+                self._discard(draft)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
+    def needed_bytes(self, num_tokens: int) -> int:
+        """What storing a block may add at most, directories included."""
+        record_bytes = block_file.record_bytes(num_tokens, self._block_bytes)
+        return charged_bytes(record_bytes, self.unit_bytes)
+
+    @contextmanager
+    def _accounting(self) -> Iterator[Account]:
+        """The ledger, locked, of the store as it is now."""
+        with ExitStack() as locked:
+            try:
+                account = locked.enter_context(self._ledger.locked())
+            except FileNotFoundError:
+                self._reopen()
+                account = locked.enter_context(self._ledger.locked())
+            yield account
+
+    def _reopen(self) -> None:
+        """Somebody removed the whole store under us: make it again."""
+        fresh = self._open()
+        os.dup2(fresh, self._dir_fd, inheritable=False)
+        os.close(fresh)
+
     def store(
         self,
         epoch: int,
-        name: BlockName,
+        block: BlockName,
         meta: BlockMeta,
         payload: memoryview,
         evict: Sequence[BlockName],
         strangers: Sequence[StrangerFile],
+        wanted: Callable[[], bool],
     ) -> WriteResult:
-        """Evict, then write and publish one block. Errors come in the result, with what was
-        evicted before them. Nothing is written until all that should go is gone."""
+        """Evict, then write and publish one block, unless it is no longer `wanted` by then.
+
+        Errors come in the result, with what was evicted before them; RoomTakenError where other
+        servers took the room meanwhile. Nothing is written until all that should go is gone.
+        """
         removed: set[BlockKey] = set()
         other_bytes = 0
         try:
-            with self._root(epoch) as root:
-                for victim in evict:
-                    other_bytes += self._unlink(root, victim)
-                    removed.add(victim.key)
+            header = block_file.encode_header(self._fingerprint, block.key, meta, payload)
+            with self._accounting() as account:
+                with self._opened_root(epoch) as root:
+                    for victim in evict:
+                        if root is not None:
+                            other_bytes += unlink_block(root, victim, account)
+                        removed.add(victim.key)
                 for stranger in strangers:
-                    other_bytes += self._unlink_stranger(stranger)
-                header = block_file.encode_header(self._fingerprint, name.key, meta, payload)
-                num_bytes, grown = self._write_record(root, name, header, payload)
-            return WriteResult(None, num_bytes, frozenset(removed), other_bytes + grown)
-        except OSError as error:
+                    other_bytes += unlink_stranger(self._dir_fd, stranger, account)
+                draft = self._draft(epoch, len(header) + payload.nbytes, account)
+            try:
+                write_all(draft.fd, header, payload)
+                os.fdatasync(draft.fd)
+                num_bytes = self._publish(draft, block, wanted)
+            finally:
+                self._discard(draft)
+            return WriteResult(None, num_bytes, frozenset(removed), other_bytes + draft.grown)
+        except (OSError, RoomTakenError) as error:
             return WriteResult(error, 0, frozenset(removed), other_bytes)
 
-    def _write_record(
-        self, root: int, name: BlockName, header: bytes, payload: memoryview
-    ) -> tuple[int, int]:
-        """Bytes of the file and growth of its directory."""
-        temporary, fd = self._create_temporary(root)
+    def _draft(self, epoch: int, record_bytes: int, account: Account) -> Draft:
+        """Charge for a record and create the file that will hold it."""
+        charge = charged_bytes(record_bytes, self.unit_bytes)
+        if account.occupied + charge > self._capacity_bytes:
+            raise RoomTakenError(account.occupied)
+        account.charge(charge)
         try:
-            _write_all(fd, header, payload)
-            os.fdatasync(fd)
-            num_bytes = os.fstat(fd).st_blocks * 512
-            # The lock that marks the file as alive lasts until close, hence the close at the end.
-            return num_bytes, self._publish(root, temporary, name)
+            with self._opened_root(epoch) as root:
+                before = directory_bytes(root)
+            root = self._root(epoch)
+            try:
+                draft = self._create_temporary(root, record_bytes)
+            except BaseException:
+                os.close(root)
+                raise
         except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary, dir_fd=root)
+            account.release(charge)
             raise
-        finally:
-            os.close(fd)
+        draft.charge = charge
+        draft.grown = directory_bytes(root) - before
+        return draft
 
-    def _create_temporary(self, root: int) -> tuple[str, int]:
+    def _create_temporary(self, root: int, num_bytes: int) -> Draft:
+        """A fresh temporary file. `root` is the draft's from then on."""
         while True:
             with self._lock:
                 self._count += 1
                 name = f"{TEMPORARY_PREFIX}{self._token}.{self._count}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(name, flags, 0o600, dir_fd=root)
+            self._writing.add(name)
+            draft = None
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(fd).st_nlink:
-                    return name, fd
-            except BlockingIOError:
-                pass  # a reclaimer saw the file before it was locked; it removes it
-            except OSError:
-                with suppress(OSError):
-                    os.unlink(name, dir_fd=root)
-                os.close(fd)
-                raise
-            os.close(fd)
-
-    def _publish(self, root: int, temporary: str, block: BlockName) -> int:
-        prefix, name = block_name(block)
-        for attempt in range(_PUBLISH_ATTEMPTS):
-            before = 0
-            try:
-                os.mkdir(prefix, 0o700, dir_fd=root)
-            except FileExistsError:
-                before = -1
-            try:
-                folder = open_directory(prefix, root)
-            except FileNotFoundError:
-                continue
-            try:
-                before = os.fstat(folder).st_blocks * 512 if before else 0
-                os.rename(temporary, name, src_dir_fd=root, dst_dir_fd=folder)
-                grown = os.fstat(folder).st_blocks * 512 - before
-            except FileNotFoundError:  # an eviction emptied and dropped the directory just now
-                if attempt == _PUBLISH_ATTEMPTS - 1:
-                    raise
-                continue
+                draft = create_draft(root, name, num_bytes)
+                if draft is not None:
+                    return draft
             finally:
-                os.close(folder)
-            with self._lock:
-                self._dirty.add(prefix)
-            return grown
-        raise FileNotFoundError(errno.ENOENT, "the directory vanishes again and again", prefix)
+                if draft is None:
+                    self._writing.discard(name)
+
+    def _publish(self, draft: Draft, block: BlockName, wanted: Callable[[], bool]) -> int:
+        """Give a written record its name; the bytes that it occupies."""
+        with self._accounting() as account:
+            if not wanted():
+                raise FileNotFoundError(errno.ENOENT, "overtaken by a reset", draft.name)
+            num_bytes = os.fstat(draft.fd).st_blocks * 512
+            before = directory_bytes(draft.root)
+            grown, replaced = rename_into_place(draft.root, draft.name, block)
+            draft.grown += grown + directory_bytes(draft.root) - before
+            account.exchange(draft.charge + replaced, num_bytes + draft.grown)
+            draft.charge = 0
+        with self._lock:
+            self._dirty.add(block_name(block)[0])
+        return num_bytes
+
+    def _discard(self, draft: Draft) -> None:
+        """Close a draft. What was not published is removed, and its charge taken back.
+
+        The lock that marks the file as alive lasts until close, hence the close at the end.
+        """
+        try:
+            if draft.charge:
+                with suppress(OSError):
+                    os.unlink(draft.name, dir_fd=draft.root)
+                    with self._accounting() as account:
+                        account.release(draft.charge)
+        finally:
+            self._writing.discard(draft.name)
+            os.close(draft.fd)
+            os.close(draft.root)
 
     def fetch(self, block: BlockName, into: memoryview) -> BlockMeta:
         """Read and verify one block. Raises BlockCorruptError, FileNotFoundError, OSError.
@@ -239,11 +281,10 @@ class BlockDirectory:
     def _record(self, block: BlockName) -> Iterator[int]:
         """A descriptor for reading. Raises FileNotFoundError, OSError."""
         prefix, name = block_name(block)
-        with self._root(None, create=False) as root:
-            folder = open_directory(prefix, root)
+        with self._opened_root(None) as root:
+            folder = open_directory(prefix, _existing(root))
             try:
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-                fd = os.open(name, flags, dir_fd=folder)
+                fd = os.open(name, OPEN_RECORD, dir_fd=folder)
             finally:
                 os.close(folder)
         try:
@@ -258,80 +299,79 @@ class BlockDirectory:
     def remove(self, epoch: int, block: BlockName) -> WriteResult:
         """Unlink one block; one already gone counts as removed."""
         try:
-            with self._root(epoch) as root:
-                other_bytes = self._unlink(root, block)
+            with self._accounting() as account, self._opened_root(epoch) as root:
+                other_bytes = 0 if root is None else unlink_block(root, block, account)
         except OSError as error:
             return WriteResult(error)
         return WriteResult(removed=frozenset((block.key,)), other_bytes=other_bytes)
 
-    def _unlink(self, root: int, block: BlockName) -> int:
-        """Change in directory bytes: negative if the block was the last in its directory."""
-        prefix, name = block_name(block)
-        return self._unlink_in(root, prefix, name)
-
-    def _unlink_in(self, root: int, prefix: str, name: str) -> int:
-        try:
-            folder = open_directory(prefix, root)
-        except FileNotFoundError:
-            return 0
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
-            folder_bytes = os.fstat(folder).st_blocks * 512
-        finally:
-            os.close(folder)
-        # Empty directories would add up to a page for each of the 256 prefixes.
-        try:
-            os.rmdir(prefix, dir_fd=root)
-        except OSError:
-            return 0
-        return -folder_bytes
-
-    def _unlink_stranger(self, stranger: StrangerFile) -> int:
-        """Change in bytes. EAGAIN if it was used since the survey: its owner needs it."""
-        prefix = stranger.name[:2]
-        if not (parse_block_name(prefix, stranger.name) or is_outdated_name(prefix, stranger.name)):
-            raise OSError(errno.EINVAL, "no block file", stranger.name)
-        try:
-            root = open_directory(stranger.fingerprint, self._dir_fd)
-        except FileNotFoundError:
-            return -stranger.num_bytes
-        try:
-            status = os.stat(f"{prefix}/{stranger.name}", dir_fd=root, follow_symlinks=False)
-            if status.st_mtime > stranger.mtime:
-                raise OSError(errno.EAGAIN, "in use by another server", stranger.name)
-            return self._unlink_in(root, prefix, stranger.name) - stranger.num_bytes
-        except FileNotFoundError:
-            return -stranger.num_bytes
-        finally:
-            os.close(root)
-
     def survey(self, request: SurveyRequest) -> Survey:
-        """Record recency, reclaim what dead processes left, and look at everything there is.
+        """Record recency, reclaim what dead processes and resets left, remove what has expired,
+        look at everything there is, and correct the ledger by it.
 
         Raises OSError if the directory cannot be read.
         """
         started = time.monotonic()
         self._record_recency(request)
-        inventory = _Inventory(self._name, self._block_bytes, request.known)
+        for name in os.listdir(self._dir_fd):
+            if name.startswith(TRASH_PREFIX):
+                remove_tree(self._dir_fd, name)
+        mark = None
+        with suppress(OSError), self._accounting() as account:
+            mark = account.mark()
+        inventory = Inventory(self._name, self._block_bytes, request.known)
+        scanned = 0
+        expired: list[StoreFile] = []
+        for file in scan(self._dir_fd):
+            if file.kind is Kind.TEMPORARY:
+                name = file.path.rsplit("/", 1)[1]
+                if name not in self._writing:
+                    if reclaim_temporary(self._dir_fd, file.path):
+                        continue
+                    inventory.add(file)
+            elif inventory.expires(file, request.expire_before):
+                expired.append(file)
+            else:
+                inventory.add(file)
+            scanned += future_bytes(file, self.unit_bytes)
+        for file in expired:
+            change = self._remove_expired(file, request.expire_before)
+            if change is None:
+                inventory.add(file)
+            else:
+                inventory.adjust(change)
+        with suppress(OSError), self._accounting() as account:
+            if mark is not None:
+                account.reconcile(mark, scanned)
         with self._lock:
             adopts = self._epoch == request.epoch and not self._wipe_failed
-        trash: set[str] = set()
-        for file in scan(self._dir_fd):
-            if file.kind is Kind.TRASH:
-                trash.add(file.path.split("/", 1)[0])
-            elif file.kind is not Kind.TEMPORARY:
-                inventory.add(file)
-            elif f"{TEMPORARY_PREFIX}{self._token}." in file.path:
-                pass  # being written by this process: its reservation is charged already
-            elif not reclaim_temporary(self._dir_fd, file.path):
-                inventory.add(file)
-        for path in trash:
-            remove_tree(self._dir_fd, path)
-        return inventory.survey(request, adopts, time.monotonic() - started)
+            unerased = tuple(self._unerased)
+        status = os.fstatvfs(self._dir_fd)
+        return inventory.survey(
+            request,
+            adopts=lambda found: (
+                adopts and not any(where.matches(found.key, found.root_tag) for where in unerased)
+            ),
+            free_bytes=status.f_bavail * status.f_frsize,
+            seconds=time.monotonic() - started,
+        )
+
+    def _measure(self) -> int:
+        return sum(future_bytes(file, self.unit_bytes) for file in scan(self._dir_fd))
+
+    def _remove_expired(self, file: StoreFile, before: float) -> int | None:
+        """Change in directory bytes; None if it stays."""
+        with suppress(OSError), self._accounting() as account, self._opened_root(None) as root:
+            _, prefix, name = file.path.split("/")
+            status = os.stat(f"{prefix}/{name}", dir_fd=_existing(root), follow_symlinks=False)
+            if status.st_mtime < before:
+                return unlink_in(_existing(root), prefix, name, account)
+        return None
 
     def _record_recency(self, request: SurveyRequest) -> None:
-        with suppress(OSError), self._root(request.epoch, create=False) as root:
+        with suppress(OSError), self._opened_root(request.epoch) as root:
+            if root is None:
+                return
             for block, recency in request.touched.items():
                 with suppress(OSError):
                     path = "/".join(block_name(block))
@@ -342,21 +382,63 @@ class BlockDirectory:
 
         Raises OSError if that could not be made durable.
         """
-        with self._lock:
-            try:
+        try:
+            with self._accounting() as account, self._lock:
                 self._count += 1
                 trash = f"{TRASH_PREFIX}{self._token}.{self._count}"
                 with suppress(FileNotFoundError):
                     os.rename(self._name, trash, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
-                self._make_root()
-                os.fsync(self._dir_fd)
-                self._wipe_failed = False
-            except OSError:
-                self._wipe_failed = True  # a survey must not bring the old blocks back
-                raise
-            finally:
-                self._epoch = epoch
-                self._dirty.clear()
+                    account.moved()
+            os.fsync(self._dir_fd)
+        except OSError:
+            self._begin_epoch(epoch, wipe_failed=True)
+            raise
+        self._begin_epoch(epoch, wipe_failed=False)
+
+    def _begin_epoch(self, epoch: int, wipe_failed: bool) -> None:
+        with self._lock:
+            self._epoch = epoch
+            self._wipe_failed = wipe_failed  # a survey must not bring the old blocks back
+            self._dirty.clear()
+            if not wipe_failed:
+                self._unerased.clear()
+
+    def erase(self, where: Forget) -> None:
+        """Unlink every block of some chains, durably. The caller has seen to it that none of them
+        is `wanted` any more.
+
+        Raises OSError if some may be found again by a later process.
+        """
+        try:
+            with self._accounting():
+                pass  # what was published before is seen below; who comes later asks first
+            with self._opened_root(None) as root:
+                if root is None:
+                    return
+                for prefix in os.listdir(root):
+                    if len(prefix) == 2:
+                        self._erase_in(root, prefix, where)
+                os.fsync(root)
+        except OSError:
+            with self._lock:
+                self._unerased.append(where)
+            raise
+
+    def _erase_in(self, root: int, prefix: str, where: Forget) -> None:
+        try:
+            folder = open_directory(prefix, root)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            blocks = [parse_block_name(prefix, name) for name in os.listdir(folder)]
+            found = [block for block in blocks if block and where.matches(*block[:2])]
+            if found:
+                with self._accounting() as account:
+                    for block in found:
+                        unlink_block(root, block, account)
+                os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def sync(self) -> None:
         """Make the names of all published blocks durable; their contents are already."""
@@ -364,15 +446,16 @@ class BlockDirectory:
             dirty, self._dirty = self._dirty, set()
             epoch = self._epoch
         try:
-            with self._root(epoch) as root:
-                for prefix in sorted(dirty):
-                    with suppress(FileNotFoundError):
-                        folder = open_directory(prefix, root)
-                        try:
-                            os.fsync(folder)
-                        finally:
-                            os.close(folder)
-                os.fsync(root)
+            with self._opened_root(epoch) as root:
+                if root is not None:
+                    for prefix in sorted(dirty):
+                        with suppress(FileNotFoundError):
+                            folder = open_directory(prefix, root)
+                            try:
+                                os.fsync(folder)
+                            finally:
+                                os.close(folder)
+                    os.fsync(root)
             os.fsync(self._dir_fd)
         except OSError:
             with self._lock:
@@ -383,143 +466,41 @@ class BlockDirectory:
         os.close(self._dir_fd)
 
     @contextmanager
-    def _root(self, epoch: int | None, create: bool = True) -> Iterator[int]:
-        """The fingerprint's directory as it is in `epoch`; None: now.
+    def _opened_root(self, epoch: int | None) -> Iterator[int | None]:
+        """The fingerprint's directory as it is in `epoch`, or None if there is none; None: now.
 
         Opened by name each time, so that a reset by another process on the same directory is seen;
         held for the whole operation, so that a reset meanwhile cannot move it to the new one.
         """
         with self._lock:
-            if epoch is not None and epoch != self._epoch:
-                raise FileNotFoundError(errno.ENOENT, "overtaken by a reset", self._name)
+            self._demand(epoch)
             try:
                 root = open_directory(self._name, self._dir_fd)
             except FileNotFoundError:
-                if not create:
-                    raise
-                self._make_root()
-                root = open_directory(self._name, self._dir_fd)
+                root = None
         try:
             yield root
         finally:
-            os.close(root)
+            if root is not None:
+                os.close(root)
 
-    def _make_root(self) -> None:
-        try:
-            os.mkdir(self._name, 0o700, dir_fd=self._dir_fd)
-        except FileExistsError:
-            pass
-        except FileNotFoundError:  # somebody removed the whole store under us
-            fresh = self._open()
-            os.dup2(fresh, self._dir_fd, inheritable=False)
-            os.close(fresh)
+    def _root(self, epoch: int) -> int:
+        """The same, made if there is none. The caller has charged for it, and closes it."""
+        with self._lock:
+            self._demand(epoch)
+            with suppress(FileExistsError):
+                os.mkdir(self._name, 0o700, dir_fd=self._dir_fd)
+            return open_directory(self._name, self._dir_fd)
 
-
-class _Inventory:
-    """Sums up a scan for one fingerprint."""
-
-    def __init__(self, fingerprint: str, block_bytes: int, known: Mapping[BlockKey, Entry]) -> None:
-        self._fingerprint = fingerprint
-        self._block_bytes = block_bytes
-        self._known = known
-        self._seen: set[BlockKey] = set()
-        self._found: dict[BlockKey, FoundBlock] = {}
-        self._root_tags: dict[bytes, bytes] = {}  # one object for all blocks of a chain
-        self._strangers: list[StrangerFile] = []
-        self._other_bytes = 0
-        self._skipped: dict[str, int] = {}
-
-    def add(self, file: StoreFile) -> None:
-        if file.kind is Kind.BLOCK and self._is_ours(file):
-            return
-        if file.kind is Kind.OUTDATED:
-            self._skip("version")
-        elif file.kind is Kind.FOREIGN:
-            self._skip("foreign")
-        if file.kind in (Kind.BLOCK, Kind.OUTDATED):
-            assert file.fingerprint is not None
-            name = file.path.rsplit("/", 1)[1]
-            self._strangers.append(
-                StrangerFile(file.fingerprint, name, file.physical_bytes, file.mtime)
-            )
-        self._other_bytes += file.physical_bytes
-
-    def _is_ours(self, file: StoreFile) -> bool:
-        """Whether a BLOCK is known or found; if not, it is counted as skipped."""
-        if file.fingerprint != self._fingerprint:
-            self._skip("fingerprint")
-            return False
-        assert file.block is not None
-        key, root_tag, parent_tag = file.block
-        entry = self._known.get(key)
-        if entry is not None:
-            if (entry.root_tag, entry.parent_tag) == (root_tag, parent_tag):
-                self._seen.add(key)
-                return True
-            self._skip("name")
-            return False
-        header = file.size_bytes - self._block_bytes
-        if not 0 < header <= block_file.MAX_HEADER_BYTES or header % block_file.ALIGNMENT:
-            self._skip("size")
-            return False
-        if key in self._found:  # a chain has one root: one of the two names lies
-            self._skip("name")
-            return False
-        root_tag = self._root_tags.setdefault(root_tag, root_tag)
-        self._found[key] = FoundBlock(key, root_tag, parent_tag, file.physical_bytes, file.mtime)
-        return True
-
-    def _skip(self, reason: str) -> None:
-        self._skipped[reason] = self._skipped.get(reason, 0) + 1
-
-    def survey(self, request: SurveyRequest, adopts: bool, seconds: float) -> Survey:
-        found = sorted(self._found.values(), key=lambda found: found.mtime)
-        self._strangers.sort(key=lambda stranger: stranger.mtime)
-        if not adopts:
-            self._other_bytes += sum(block.num_bytes for block in found)
-            found = []
-        return Survey(
-            request.epoch,
-            found,
-            [entry for key, entry in request.known.items() if key not in self._seen],
-            self._strangers[:_MAX_STRANGERS],
-            self._other_bytes,
-            self._skipped,
-            seconds,
-        )
+    def _demand(self, epoch: int | None) -> None:
+        if epoch is not None and epoch != self._epoch:
+            raise FileNotFoundError(errno.ENOENT, "overtaken by a reset", self._name)
 
 
-def read_record(fd: int, into: memoryview) -> block_file.BlockHeader:
-    """Read a record's payload into `into` and return its verified header; the payload itself is
-    not verified yet. Raises BlockCorruptError, OSError."""
-    size = os.fstat(fd).st_size
-    header_bytes = size - len(into)
-    if not 0 < header_bytes <= block_file.MAX_HEADER_BYTES:
-        raise BlockCorruptError("size", f"{size} bytes for a payload of {len(into)}")
-    header = bytearray(header_bytes)
-    views = [memoryview(header), into]
-    offset = 0
-    while views:
-        count = os.preadv(fd, views, offset)
-        if not count:
-            raise BlockCorruptError("size", f"ends after {offset} of {size} bytes")
-        offset += count
-        views = _advance(views, count)
-    return block_file.decode_header(header)
-
-
-def _write_all(fd: int, *parts: bytes | memoryview) -> None:
-    views = [memoryview(part) for part in parts]
-    while views:
-        views = _advance(views, os.writev(fd, views))
-
-
-def _advance(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `views` after `count` bytes."""
-    while views and count >= len(views[0]):
-        count -= len(views[0])
-        views = views[1:]
-    return [views[0][count:], *views[1:]] if views else []
+def _existing(root: int | None) -> int:
+    if root is None:
+        raise FileNotFoundError(errno.ENOENT, "nothing is stored")
+    return root
 
 
 def _open_message(directory: Path, error: OSError) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 
-from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, FoundBlock
+from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, Forget, FoundBlock
 
 
 class BlockIndex:
@@ -139,6 +139,25 @@ class BlockIndex:
         self._stored.clear()
         self.num_bytes = 0
         return held, saving
+
+    def drop(self, where: Forget) -> tuple[list[Entry], list[Entry]]:
+        """The same for some chains only."""
+
+        def some(entries: Iterable[Entry]) -> list[Entry]:
+            return [entry for entry in entries if where.matches(entry.key, entry.root_tag)]
+
+        held, saving = some(self._stored.values()), some(self._saving.values())
+        for entry in (*held, *saving):
+            self.forget(entry)
+        return held, saving
+
+    def held(self, where: Forget | None) -> list[BlockKey]:
+        """PRESENT and SAVING, all or some chains' only."""
+        return [
+            entry.key
+            for entry in (*self._present.values(), *self._saving.values())
+            if where is None or where.matches(entry.key, entry.root_tag)
+        ]
 
     def pin(self, key: BlockKey) -> Entry:
         entry = self._present[key]

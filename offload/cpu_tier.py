@@ -13,6 +13,7 @@ from offload.tier import (
     BlockMeta,
     BlockState,
     Entry,
+    Forget,
     Reservation,
     TierOpenError,
     TierUsage,
@@ -30,6 +31,7 @@ class CpuTier:
     """
 
     in_memory = True
+    ttl_seconds = 0.0
 
     def __init__(self, capacity_bytes: int, *, block_bytes: int, name: str = "cpu") -> None:
         num_slots = capacity_bytes // block_bytes
@@ -89,13 +91,15 @@ class CpuTier:
             self._evicted += 1
             evicted = (victim,)
         entry = Entry(key, self._block_bytes, meta, slot=self._free.pop())
+        if meta is not None:
+            entry.root_tag, entry.parent_tag = meta.root_tag, meta.parent_tag
         self._index.begin_save(entry)
         self._num_saving += 1
         return Reservation(entry, self._epoch, evicted)
 
     def settle(self, reservation: Reservation, result: WriteResult) -> bool:
         entry = reservation.entry
-        if reservation.epoch != self._epoch:
+        if not self._index.owns(entry):  # dropped meanwhile
             self._num_dead -= 1
             self._release(entry)
             return False
@@ -144,6 +148,17 @@ class CpuTier:
         self._epoch += 1
         return len(held)
 
+    def drop(self, where: Forget) -> int:
+        held, saving = self._index.drop(where)
+        for entry in held:
+            self._bury(entry)
+        self._num_dead += len(saving)
+        self._num_saving -= len(saving)
+        return len(held)
+
+    def held(self, where: Forget | None = None) -> list[BlockKey]:
+        return self._index.held(where)
+
     def slot(self, entry: Entry) -> memoryview:
         assert entry.slot is not None
         start = entry.slot * self._block_bytes
@@ -190,6 +205,9 @@ class CpuTier:
         raise ValueError("memory is not surveyed")
 
     def wipe(self) -> None:
+        """Memory is as durable as it gets."""
+
+    def erase(self, where: Forget) -> None:
         """Memory is as durable as it gets."""
 
     def sync(self) -> None:

@@ -6,27 +6,35 @@
     extra = for each save in flight, what it needs beyond the blocks that it evicts first
 
 A save unlinks what it evicts before it writes, and no save counts on what another one evicts, so
-the sum bounds the physical bytes at every instant and in every order of the I/O threads. Other
-servers on the directory are seen by the survey only: between two of them they may add to it.
+the sum bounds the physical bytes at every instant and in every order of the I/O threads. What other
+servers on the directory add is seen by the next survey; until then the ledger refuses a write that
+would not fit beside it, and the next one evicts more.
+
+Where the file system has less left than the cap, what is least valuable makes way as well.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from offload.block_directory import BlockDirectory, Survey, SurveyRequest
-from offload.block_file import BlockCorruptError, BlockName, record_bytes
+from offload.block_directory import BlockDirectory
+from offload.block_file import BlockCorruptError, BlockName
 from offload.block_index import BlockIndex
+from offload.store_survey import Survey, SurveyRequest
 from offload.tier import (
     BlockHash,
     BlockKey,
     BlockMeta,
     BlockState,
     Entry,
+    Forget,
     Reservation,
+    RoomTakenError,
     StrangerFile,
     TierFullError,
     TierOpenError,
@@ -34,8 +42,7 @@ from offload.tier import (
     WriteResult,
 )
 
-# A save may add one block to its two-digit directory and one to the fingerprint's.
-_DIRECTORY_UNITS = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskTier:
@@ -44,20 +51,33 @@ class DiskTier:
     in_memory = False
 
     def __init__(
-        self, directory: BlockDirectory, *, block_bytes: int, capacity_bytes: int, name: str
+        self,
+        directory: BlockDirectory,
+        *,
+        block_bytes: int,
+        capacity_bytes: int,
+        ttl_seconds: float,
+        name: str,
+        clock: Callable[[], float],
     ) -> None:
         self.name = name
         self.capacity_bytes = capacity_bytes
+        self.ttl_seconds = ttl_seconds
+        self._clock = clock
         self._directory = directory
         self._block_bytes = block_bytes
         self._index = BlockIndex()
         self._epoch = 0
+        self._num_drops = 0
         self._touched: dict[BlockKey, float] = {}
         self._extra_bytes = 0  # of the saves in flight
         self._other_bytes = 0
         self._strangers: deque[StrangerFile] = deque()
         self._skipped: dict[str, int] = {}
         self._evicted = 0
+        self._expired = 0
+        self._limit_bytes: float = math.inf  # what the file system has room for
+        self._outrun = False  # what was evicted for its sake did not help
         self._gone: set[BlockKey] = set()  # removed since the last survey was asked for
         self._reclaiming = False  # a reset's leftovers still count and will soon be gone
 
@@ -69,18 +89,29 @@ class DiskTier:
         fingerprint: bytes,
         block_bytes: int,
         capacity_bytes: int,
+        ttl_seconds: float = 0.0,
         name: str = "disk",
+        clock: Callable[[], float] = time.time,
     ) -> DiskTier:
         """Create or reopen the tier in `path` and index what it holds, by names and `stat` alone.
 
-        Blocking, for startup. Raises TierOpenError.
+        With `ttl_seconds`, a block unused for longer counts as none and its file is removed.
+        Blocking, for startup, in any thread. Raises TierOpenError.
         """
         if len(fingerprint) != 32:
             raise ValueError(f"a fingerprint of {len(fingerprint)} bytes, not 32")
-        directory = BlockDirectory(path, fingerprint, block_bytes)
-        tier = cls(directory, block_bytes=block_bytes, capacity_bytes=capacity_bytes, name=name)
-        # The store's, the fingerprint's and a two-digit directory, each with room to grow.
-        least = tier._needed_bytes(1) + 3 * directory.unit_bytes
+        directory = BlockDirectory(path, fingerprint, block_bytes, capacity_bytes)
+        tier = cls(
+            directory,
+            block_bytes=block_bytes,
+            capacity_bytes=capacity_bytes,
+            ttl_seconds=ttl_seconds,
+            name=name,
+            clock=clock,
+        )
+        # The ledger, and the store's, the fingerprint's and a two-digit directory, with room to
+        # grow.
+        least = directory.needed_bytes(1) + 4 * directory.unit_bytes
         if capacity_bytes < least:
             directory.close()
             raise TierOpenError(
@@ -98,7 +129,18 @@ class DiskTier:
         return tier
 
     def state(self, key: BlockKey) -> BlockState:
+        entry = self._index.find(key)
+        if entry is not None and not entry.pins and entry.recency < self._expire_before():
+            self._expire(entry)
         return self._index.state(key)
+
+    def _expire_before(self) -> float:
+        return self._clock() - self.ttl_seconds if self.ttl_seconds else -math.inf
+
+    def _expire(self, entry: Entry) -> None:
+        """PRESENT -> ABSENT; the next survey removes the file."""
+        self.forget(entry)
+        self._expired += 1
 
     def present(self) -> list[BlockKey]:
         return self._index.present()
@@ -122,21 +164,17 @@ class DiskTier:
     def _used_bytes(self) -> int:
         return self._index.num_bytes + self._other_bytes + self._extra_bytes
 
-    def _needed_bytes(self, num_tokens: int) -> int:
-        unit = self._directory.unit_bytes
-        record = record_bytes(num_tokens, self._block_bytes)
-        return -(-record // unit) * unit + _DIRECTORY_UNITS * unit
-
     def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
         if meta is None:
             raise ValueError("a block on disk records what it holds")
-        if self._index.state(key) is not BlockState.ABSENT:
-            raise ValueError(f"a save of a block that is {self._index.state(key).value}")
-        needed = self._needed_bytes(len(meta.token_ids))
+        state = self.state(key)
+        if state is not BlockState.ABSENT:
+            raise ValueError(f"a save of a block that is {state.value}")
+        needed = self._directory.needed_bytes(len(meta.token_ids))
         excess = self._used_bytes + needed - self.capacity_bytes
         if excess > 0 and self._reclaiming:
             return None  # room will come without evicting what is new
-        evicted, strangers, freed = self._choose_victims(excess)
+        evicted, strangers, freed = self._choose_victims(max(excess, self._lacking(needed)))
         if freed < excess:
             if self._index.busy:
                 return None
@@ -154,7 +192,14 @@ class DiskTier:
         self._extra_bytes += extra
         return Reservation(entry, self._epoch, tuple(evicted), tuple(strangers), extra)
 
-    def _choose_victims(self, excess: int) -> tuple[list[Entry], list[StrangerFile], int]:
+    def _lacking(self, needed: int) -> float:
+        """What the file system, not the cap, asks to evict. Where that did not help, somebody else
+        takes what is freed: then a write is only tried, so that a fault costs no stored block."""
+        if self._outrun:
+            return 0
+        return self._used_bytes + needed - self._limit_bytes
+
+    def _choose_victims(self, excess: float) -> tuple[list[Entry], list[StrangerFile], int]:
         """Least recently used first, ours and others' alike: a fingerprint no longer served
         makes way for ours, while servers that share the directory live by one clock."""
         evicted: list[Entry] = []
@@ -183,30 +228,53 @@ class DiskTier:
         entry = reservation.entry
         if reservation.epoch != self._epoch:
             return False  # its file, if any, went with the directory that was renamed away
+        self._heed(reservation, result.error)
         for victim in reservation.evicted:
-            if victim.key in result.removed:
+            if not self._index.owns(victim):  # dropped meanwhile
+                if victim.key in result.removed:
+                    self._other_bytes = max(0, self._other_bytes - victim.num_bytes)
+            elif victim.key in result.removed:
                 self._index.forget(victim)
                 self._gone.add(victim.key)
                 self._evicted += 1
             else:
                 self._index.restore(victim)
+        if not self._index.owns(entry):
+            self._other_bytes += result.num_bytes  # dropped meanwhile, and erased by now
+            return False
         if result.error is not None:
             self._index.forget(entry)
             return False
         entry.num_bytes = result.num_bytes
-        entry.recency = time.time()
+        entry.recency = self._clock()
         self._index.publish(entry)
+        if self._used_bytes > self._limit_bytes:
+            self._limit_bytes = math.inf  # it has more room than it had
         return True
 
+    def _heed(self, reservation: Reservation, error: Exception | None) -> None:
+        """Learn from a write that is settled how much room there is."""
+        if error is None:
+            self._outrun = False
+        elif isinstance(error, RoomTakenError):
+            # One block more at least, so that trying again comes to an end.
+            unseen = error.occupied_bytes - self._used_bytes
+            self._other_bytes += max(unseen, self._block_bytes)
+        elif isinstance(error, OSError) and error.errno in _FULL:
+            self._outrun |= bool(reservation.evicted or reservation.strangers)
+            self._limit_bytes = self._used_bytes
+
     def pin(self, key: BlockKey) -> Entry:
+        if self.state(key) is not BlockState.PRESENT:
+            raise KeyError(key)
         return self._index.pin(key)
 
     def unpin(self, entry: Entry) -> None:
         self._index.unpin(entry)
 
     def touch(self, key: BlockKey) -> None:
-        now = time.time()
-        if self._index.touch(key, now):
+        now = self._clock()
+        if self.state(key) is BlockState.PRESENT and self._index.touch(key, now):
             self._touched[key] = now
 
     def forget(self, entry: Entry) -> None:
@@ -240,6 +308,17 @@ class DiskTier:
         self._reclaiming = True
         return num_blocks
 
+    def drop(self, where: Forget) -> int:
+        num_blocks = len(self._index)
+        held, _ = self._index.drop(where)
+        self._other_bytes += sum(entry.num_bytes for entry in held)
+        self._num_drops += 1
+        self._reclaiming = True
+        return num_blocks - len(self._index)
+
+    def held(self, where: Forget | None = None) -> list[BlockKey]:
+        return self._index.held(where)
+
     def begin_survey(self) -> SurveyRequest:
         touched = {}
         for key, recency in self._touched.items():
@@ -248,21 +327,34 @@ class DiskTier:
                 touched[_name(entry)] = recency
         self._touched = {}
         self._gone.clear()
-        return SurveyRequest(self._epoch, self._index.stored(), touched)
+        before = self._expire_before()
+        if self.ttl_seconds:
+            for entry in self._index.stored().values():
+                if not entry.pins and entry.recency < before:
+                    self._expire(entry)
+        known = self._index.stored()
+        return SurveyRequest(self._epoch, self._num_drops, known, touched, before)
 
     def absorb(self, survey: Survey) -> None:
-        """Take over what a survey found. One of an older epoch says nothing about this one."""
-        if survey.epoch != self._epoch:
+        """Take over what a survey found. One begun before a reset says nothing about what is
+        left."""
+        if (survey.epoch, survey.num_drops) != (self._epoch, self._num_drops):
             return
         self._other_bytes = survey.other_bytes
         self._strangers = deque(survey.strangers)
         self._skipped = survey.skipped
         self._reclaiming = False
         # A survey may have seen a file that was removed after it looked.
-        self._index.adopt(found for found in survey.found if found.key not in self._gone)
+        before = self._expire_before()
+        self._index.adopt(
+            found for found in survey.found if found.key not in self._gone and found.mtime >= before
+        )
         for entry in survey.vanished:
             if entry.state is BlockState.PRESENT and not entry.pins and self._index.owns(entry):
                 self._index.forget(entry)
+        self._limit_bytes = self._used_bytes + survey.free_bytes
+        if survey.free_bytes >= self._directory.needed_bytes(1):
+            self._outrun = False
 
     def usage(self) -> TierUsage:
         return TierUsage(
@@ -270,7 +362,7 @@ class DiskTier:
             self._index.num_bytes,
             self._index.pinned_blocks,
             self._evicted,
-            dict(self._skipped),
+            {**self._skipped, **({"expired": self._expired} if self._expired else {})},
         )
 
     def num_pins(self) -> int:
@@ -288,6 +380,7 @@ class DiskTier:
             payload,
             [_name(victim) for victim in reservation.evicted],
             reservation.strangers,
+            wanted=lambda: reservation.entry.state is BlockState.SAVING,
         )
 
     def read(self, entry: Entry, into: memoryview) -> BlockMeta:
@@ -308,6 +401,9 @@ class DiskTier:
 
     def wipe(self) -> None:
         self._directory.wipe(self._epoch)
+
+    def erase(self, where: Forget) -> None:
+        self._directory.erase(where)
 
     def sync(self) -> None:
         self._directory.sync()

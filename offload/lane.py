@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 from offload.block_file import BlockCorruptError
 from offload.io_threads import IoThreads, Job, Urgency
-from offload.tier import BlockKey, BlockState, Entry, Tier, TierStats, WriteResult
+from offload.tier import BlockKey, BlockState, Entry, Forget, Tier, TierStats, WriteResult
 from offload.transfer_rate import TransferRate
 
 _SURVEY_SHARE = 30  # a survey takes at most this part of an I/O thread's time
+_FIRST_RETRY = 0.5  # seconds from a failure to the next try; doubled each time it fails too
+_LAST_RETRY = 30.0
 
 
 logger = logging.getLogger(__name__)
@@ -39,10 +41,12 @@ class Lane:
         self.stats = TierStats(capacity_bytes=tier.capacity_bytes)
         self.skipped: Counter[str] = Counter()
         self.pending: OrderedDict[BlockKey, None] = OrderedDict()  # oldest first
-        self.failed: set[BlockKey] = set()  # resident blocks to offer again when next used
+        self.failed: dict[BlockKey, None] = {}  # still held above, to be offered again; in order
         self.barred: set[BlockKey] = set()  # held elsewhere when this tier was reset
-        self.condemned: set[BlockKey] = set()  # stored with bad bytes: never served again
         self.num_wipes = 0  # resets not durable yet; saves wait for them
+        self._retry_seconds = _FIRST_RETRY
+        self._next_retry = math.inf
+        self.probe: BlockKey | None = None  # being tried again, to see whether the fault has gone
         self._stall_seconds = stall_seconds
         self._survey_seconds = survey_seconds
         self._next_survey = time.monotonic() + survey_seconds
@@ -60,8 +64,7 @@ class Lane:
 
     def holds(self, key: BlockKey) -> bool:
         """Whether a load of the block may be asked for."""
-        is_present = self.tier.state(key) is BlockState.PRESENT
-        return is_present and not self.stalled and key not in self.condemned
+        return self.tier.state(key) is BlockState.PRESENT and not self.stalled
 
     def take_finished(self) -> None:
         """Settle what the threads have done since the last call."""
@@ -80,7 +83,13 @@ class Lane:
                 entry.key.block_hash.hex()[:16],
                 error.reason,
             )
-            self._remove(entry)
+            epoch = self.tier.condemn(entry)
+            if epoch is not None:
+                self.threads.submit(
+                    lambda: self.tier.remove(entry, epoch),
+                    Urgency.UPKEEP,
+                    lambda job: self.tier.removed(entry, outcome(job)),
+                )
             return
         if isinstance(error, FileNotFoundError):
             self.skipped["vanished"] += 1
@@ -89,34 +98,31 @@ class Lane:
             self.stats.failed_blocks += 1
         self.tier.forget(entry)
 
-    def condemn(self, key: BlockKey) -> None:
-        """A stored block is known to be bad, though it passes verification: it is never served
-        again, and removed as soon as that can be, also if a survey finds it once more."""
-        self.condemned.add(key)
-        if self.tier.state(key) is BlockState.PRESENT:
-            entry = self.tier.pin(key)
-            self.tier.unpin(entry)
-            self._remove(entry)
-        if self.tier.state(key) is BlockState.ABSENT:
-            self.condemned.discard(key)
+    def retry_later(self) -> None:
+        """A save has failed: one will be tried again when the fault may have gone."""
+        if self._next_retry == math.inf:
+            self._next_retry = time.monotonic() + self._retry_seconds
+            self._retry_seconds = min(_LAST_RETRY, 2 * self._retry_seconds)
 
-    def stored(self, key: BlockKey) -> None:
-        """New bytes of a block have been stored."""
-        self.condemned.discard(key)
+    def retry_due(self) -> bool:
+        """Whether it is time to try one; True once."""
+        if time.monotonic() < self._next_retry:
+            return False
+        self._next_retry = math.inf
+        return True
 
-    def _remove(self, entry: Entry) -> None:
-        epoch = self.tier.condemn(entry)
-        if epoch is not None:
-            self.threads.submit(
-                lambda: self.tier.remove(entry, epoch),
-                Urgency.UPKEEP,
-                lambda job: self._removed(entry, outcome(job)),
-            )
+    def recovered(self) -> None:
+        """A save has succeeded: the others need not wait much longer."""
+        self._retry_seconds = _FIRST_RETRY
+        if self._next_retry < math.inf:
+            self._next_retry = min(self._next_retry, time.monotonic() + _FIRST_RETRY)
 
-    def _removed(self, entry: Entry, result: WriteResult) -> None:
-        self.tier.removed(entry, result)
-        if entry.key in result.removed:
-            self.condemned.discard(entry.key)
+    @property
+    def next_look(self) -> float:
+        """When time alone will have brought something to do, of the monotonic clock."""
+        retry = self._next_retry if self.failed else math.inf
+        expires = self.tier.ttl_seconds and not self.surveying
+        return min(retry, self._next_survey if expires else math.inf)
 
     def survey_if_due(self) -> None:
         """Look now and then at what the medium really holds."""
@@ -140,18 +146,23 @@ class Lane:
         self._next_survey = min(self._next_survey, time.monotonic() + pause)
         if job.error is None:
             self.tier.absorb(job.result)
-            for key in list(self.condemned):
-                self.condemn(key)
         if not self._next_survey:
             self.survey()
 
-    def wipe(self) -> Job:
-        """Make a reset durable."""
+    def wipe(self, where: Forget | None) -> Job:
+        """Make a reset durable, of everything or of some chains."""
         self.num_wipes += 1
-        return self.threads.submit(self.tier.wipe, Urgency.RESET, self._wiped)
+        run = self.tier.wipe if where is None else lambda: self.tier.erase(where)
+        return self.threads.submit(run, Urgency.RESET, self._wiped)
 
     def _wiped(self, job: Job) -> None:
         self.num_wipes -= 1
+        if job.error is not None:
+            logger.warning(
+                "%s tier: a restart may find blocks that were dropped: %s",
+                self.tier.name,
+                job.error,
+            )
         self.survey()  # removes what was renamed away, and counts its bytes off
 
     def snapshot(self, pending_saves: int) -> TierStats:

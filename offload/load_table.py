@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +23,7 @@ from enum import Enum
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane
 from offload.staging import Staging
-from offload.tier import BlockKey, BlockState, Entry, Reservation, WriteResult
+from offload.tier import BlockKey, BlockState, Entry, Forget, Reservation, WriteResult
 from offload.transfers import CopyIn
 
 
@@ -44,6 +44,7 @@ class Load:
     key: BlockKey
     block_id: int
     lane: Lane
+    root_tag: bytes
     entry: Entry | None  # pinned in `lane`
     phase: Phase
     buffer: int | None = None
@@ -51,7 +52,7 @@ class Load:
     promotion: tuple[Lane, Reservation] | None = None
     job: Job | None = None
     abandoned: bool = False
-    condemned: bool = False  # of bad bytes: what a promotion makes of it goes at once
+    is_probe: bool = False  # read for the time it takes
 
 
 class LoadTable:
@@ -89,7 +90,7 @@ class LoadTable:
         entry = lane.tier.pin(key)
         self._next_ticket += 1
         phase = Phase.READY if lane.in_memory else Phase.WAITING
-        load = Load(self._next_ticket, key, block_id, lane, entry, phase)
+        load = Load(self._next_ticket, key, block_id, lane, entry.root_tag, entry, phase)
         self._loads[load.ticket] = load
         if lane.in_memory:
             self._ready[load.ticket] = load
@@ -110,6 +111,19 @@ class LoadTable:
             del self._waiting[load.ticket]
             self._read(load, view)
 
+    def probe(self, lane: Lane, keys: Sequence[BlockKey]) -> None:
+        """Read blocks of a tier for nothing but the time it takes, as many as find buffers."""
+        for key in keys:
+            buffer = self._staging.take_for_load()
+            if buffer is None:
+                return
+            entry = lane.tier.pin(key)
+            load = Load(0, key, -1, lane, entry.root_tag, entry, Phase.READING, buffer)
+            load.is_probe = load.abandoned = True  # from the start: nobody waits for it
+            self._abandoned.add(load)
+            lane.rate.begin(time.monotonic())
+            self._read(load, self._staging.view(buffer))
+
     def _place(self, load: Load) -> memoryview | None:
         for lane in self._lanes:
             if lane is load.lane:
@@ -118,6 +132,8 @@ class LoadTable:
                 reservation = lane.tier.reserve(load.key, None)
                 if reservation is not None:
                     self._evicted(reservation.evicted)
+                    assert load.entry is not None
+                    reservation.entry.root_tag = load.entry.root_tag
                     load.promotion = (lane, reservation)
                     return lane.tier.slot(reservation.entry)
         load.buffer = self._staging.take_for_load()
@@ -139,9 +155,10 @@ class LoadTable:
         load.entry = None
         lane.tier.unpin(entry)
         if whole:
-            lane.stats.loaded_blocks += 1
-            lane.stats.load_bytes += self._block_bytes
-            lane.stats.load_seconds += job.seconds
+            if not load.is_probe:
+                lane.stats.loaded_blocks += 1
+                lane.stats.load_bytes += self._block_bytes
+                lane.stats.load_seconds += job.seconds
         elif job.error is not None:
             lane.discard_bad(entry, job.error)
         whole = self._promoted(load, job) and whole
@@ -167,10 +184,6 @@ class LoadTable:
         result = WriteResult(error, self._block_bytes, meta=job.result)
         if not lane.tier.settle(reservation, result):
             return False
-        if load.condemned:
-            lane.condemn(load.key)
-            return False
-        lane.stored(load.key)
         lane.stats.saved_blocks += 1
         load.slot = (lane, lane.tier.pin(load.key))
         return True
@@ -218,28 +231,15 @@ class LoadTable:
             return
         self._abandon(load)
 
-    def fail_all(self, lane: Lane) -> None:
+    def fail_all(self, lane: Lane, where: Forget | None) -> None:
         """The tier was reset: loads from it that are not being copied yet have failed."""
         for load in list(self._loads.values()):
             holds = load.lane is lane or (load.slot and load.slot[0] is lane)
-            if holds and load.phase is not Phase.COPYING:
+            meets = where is None or where.matches(load.key, load.root_tag)
+            if holds and meets and load.phase is not Phase.COPYING:
                 self._abandon(load)
                 self._failed.append(load.ticket)
                 self._wake()
-
-    def condemn(self, keys: Collection[BlockKey]) -> None:
-        """These blocks are bad: what is not being copied yet has failed."""
-        for load in self._all():
-            if load.key not in keys:
-                continue
-            load.condemned = True
-            if not load.abandoned and load.phase is not Phase.COPYING:
-                self._abandon(load)
-                self._failed.append(load.ticket)
-                self._wake()
-
-    def keys(self) -> set[BlockKey]:
-        return {load.key for load in self._all()}
 
     def _abandon(self, load: Load) -> None:
         if load.phase is Phase.COPYING:

@@ -15,6 +15,7 @@ Without tiers it is the null object: it holds nothing and asks for nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
@@ -29,7 +30,7 @@ from offload.tier import (
     BlockHash,
     BlockKey,
     BlockMeta,
-    BlockState,
+    Forget,
     OffloadError,
     Tier,
     TierStats,
@@ -38,6 +39,7 @@ from offload.tier import (
 from offload.transfers import CopyIn, CopyOut, Transfers
 
 _MAX_ROUND_BYTES = 64 << 20  # copied in one round, each way: a forward pass waits for it
+_PROBED_BLOCKS = 8
 _PATIENCE = 0.002  # seconds between looks at work that only time can finish
 _CLOSE_SECONDS = 5.0  # for calls in flight when the manager is closed
 
@@ -201,40 +203,6 @@ class OffloadManager:
         if self._loads.has_news or any(lane.pending for lane in self._lanes):
             self._wake()
 
-    def condemn(self, key: BlockKey, root: BlockHash, tier: str) -> tuple[Suspects, list[str]]:
-        """A block that `tier` served, of the chain of `root`, was found bad though it had passed
-        verification. It goes from every tier, durably, and with it all that may have been computed
-        from it; so must the device's copies of these, before anything else is offered.
-
-        Nothing stored, pending or in flight of them is served again. Returns which blocks these
-        are, and where the bad one's bytes lie until they are removed.
-        """
-        suspects = Suspects(self._links(), key.block_hash, root)
-        locations: list[str] = []
-        in_flight = {held for held, _ in self._saves.metas()} | self._loads.keys()
-        condemned = {held for held in in_flight if held.block_hash in suspects}
-        for lane in self._lanes:
-            bad = [e for e in lane.tier.entries() if e.key.block_hash in suspects]
-            places = (lane.tier.location(entry) for entry in bad if entry.key == key)
-            locations += [place for place in places if place is not None]
-            condemned.update(entry.key for entry in bad)
-            if lane.tier.name == tier:
-                lane.stats.verify_failures += 1
-        self._saves.condemn(condemned)
-        self._loads.condemn(condemned)
-        for lane in self._lanes:
-            for held in condemned:
-                if lane.tier.state(held) is not BlockState.ABSENT:
-                    lane.condemn(held)
-        return suspects, locations
-
-    def _links(self) -> Iterator[Link]:
-        for lane in self._lanes:
-            for entry in lane.tier.entries():
-                yield Link(entry.key.block_hash[:TAG_BYTES], entry.root_tag, entry.parent_tag)
-        for key, meta in self._saves.metas():
-            yield Link(key.block_hash[:TAG_BYTES], meta.root_tag, meta.parent_tag)
-
     def idle(self) -> bool:
         """Whether nothing is pending, under way or unreported. A write given up does not count."""
         return self._saves.idle and self._loads.idle
@@ -242,6 +210,13 @@ class OffloadManager:
     def pending_saves(self, tier: str) -> int:
         """Saves of a tier that have neither succeeded nor failed. KeyError without the tier."""
         return self._saves.num_pending(self._lane(tier))
+
+    def probe(self) -> None:
+        """Measure what loading from each tier costs before anybody waits for it: read the blocks
+        used last, if a tier holds any, and let them go again. Memory needs no probe."""
+        for lane in self._lanes:
+            if not lane.in_memory:
+                self._loads.probe(lane, lane.tier.present()[-_PROBED_BLOCKS:])
 
     def estimated_load_seconds(self, tier: str, num_blocks: int) -> float | None:
         """From the loads so far; None while the tier is unmeasured."""
@@ -300,8 +275,14 @@ class OffloadManager:
             self._gather()
         return job.error
 
-    async def reset(self, tiers: Collection[str]) -> dict[str, int]:
-        """Empty tiers, at once and durably; blocks dropped by tier.
+    def next_look(self) -> float | None:
+        """In how many seconds time alone brings something to do; None: never."""
+        when = min((lane.next_look for lane in self._lanes), default=math.inf)
+        return None if when == math.inf else max(0.0, when - time.monotonic())
+
+    async def reset(self, tiers: Collection[str], where: Forget | None = None) -> dict[str, int]:
+        """Empty tiers, at once and durably, or `where` given, take only its blocks out of them;
+        blocks dropped by tier.
 
         Loads not yet copied fail; nothing that was stored, pending or in flight becomes visible
         afterwards, restart included. Other tiers keep what they hold. Saves offered from now on
@@ -309,23 +290,61 @@ class OffloadManager:
         empty and the rest goes on. KeyError for an unknown tier, before anything is dropped;
         OffloadError if it could not be made durable.
         """
-        lanes = [self._lane(name) for name in tiers]
-        dropped: dict[str, int] = {}
-        wipes: list[tuple[Lane, Job]] = []
-        for lane in lanes:
-            dropped[lane.tier.name] = lane.tier.drop_all()
-            self._saves.drop(lane)
-            self._loads.fail_all(lane)
-            if not lane.in_memory:
-                wipes.append((lane, lane.wipe()))
+        dropped, wipes = self._drop([self._lane(name) for name in tiers], where)
         for lane, wipe in wipes:
             error = await self._finish(wipe)
             if error is not None:
                 raise OffloadError(
-                    f"tier {lane.tier.name} is empty, but a restart may find its old blocks: "
-                    f"{error}"
+                    f"tier {lane.tier.name} holds none of it now, but a restart may find its old "
+                    f"blocks: {error}"
                 ) from error
         return dropped
+
+    def _drop(
+        self, lanes: Sequence[Lane], where: Forget | None
+    ) -> tuple[dict[str, int], list[tuple[Lane, Job]]]:
+        """At once: blocks dropped by tier, and what makes it durable."""
+        dropped: dict[str, int] = {}
+        wipes: list[tuple[Lane, Job]] = []
+        for lane in lanes:  # all of them first: what one tier holds tells what another waits for
+            self._saves.drop(lane, where)
+            self._loads.fail_all(lane, where)
+        for lane in lanes:
+            drop = lane.tier.drop
+            dropped[lane.tier.name] = lane.tier.drop_all() if where is None else drop(where)
+            if not lane.in_memory:
+                wipes.append((lane, lane.wipe(where)))
+        return dropped, wipes
+
+    def condemn(self, key: BlockKey, root: BlockHash, tier: str) -> tuple[Suspects, list[str]]:
+        """A block that `tier` served, of the chain of `root`, was found bad though it had passed
+        verification. It goes from every tier, and with it all that may have been computed from it.
+
+        Nothing of them that is stored, pending or in flight is served again; a file that cannot be
+        removed is logged, and a restart may find it. The device's copies are the caller's to
+        forget before anything is offered. Returns which blocks are meant, and where the bad one's
+        bytes lie.
+        """
+        suspects = Suspects(self._links(), key.block_hash, root)
+        condemned = {held for held, _ in self._saves.metas() if held.block_hash in suspects}
+        locations: list[str] = []
+        for lane in self._lanes:
+            lane.stats.verify_failures += lane.tier.name == tier
+            for entry in lane.tier.entries():
+                if entry.key.block_hash not in suspects:
+                    continue
+                condemned.add(entry.key)
+                place = lane.tier.location(entry) if entry.key == key else None
+                locations += [place] if place else []
+        self._drop(self._lanes, Forget(keys=frozenset(condemned)))
+        return suspects, locations
+
+    def _links(self) -> Iterator[Link]:
+        for lane in self._lanes:
+            for entry in lane.tier.entries():
+                yield Link(entry.key.block_hash[:TAG_BYTES], entry.root_tag, entry.parent_tag)
+        for key, meta in self._saves.metas():
+            yield Link(key.block_hash[:TAG_BYTES], meta.root_tag, meta.parent_tag)
 
     async def close(self, pump: Callable[[], Awaitable[None]] | None = None) -> None:
         """Stop; flush first if `pump` is given. What has not started is dropped, calls in flight

@@ -7,13 +7,16 @@
 
 A pending save holds nothing. It starts only when its tier has room for it and, on the way to disk,
 when a staging buffer or one of a few pins on the CPU tier is free; until then it is put off.
+
+A save that failed is tried again when its block is next used, and by itself: one of them now and
+then, and as soon as one succeeds, all that are still held above.
 """
 
 from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -25,7 +28,9 @@ from offload.tier import (
     BlockMeta,
     BlockState,
     Entry,
+    Forget,
     Reservation,
+    RoomTakenError,
     TierFullError,
     WriteResult,
 )
@@ -45,7 +50,6 @@ class Save:
     job: Job | None = None
     overdue: bool = False  # hung beyond its deadline and counted as failed
     dropped: bool = False  # overtaken by a reset
-    condemned: bool = False  # of bad bytes: what it stores goes at once
 
 
 @dataclass(slots=True)
@@ -105,15 +109,13 @@ class SaveQueue:
     def withdraw(self, key: BlockKey) -> None:
         if self._resident.pop(key, None) is None:
             return
-        for lane in self._lanes:
-            lane.failed.discard(key)
         self._drop_if_lost(key)
 
     def touch(self, key: BlockKey) -> None:
         for lane in self._lanes:
             lane.tier.touch(key)
             if key in lane.failed:
-                lane.failed.discard(key)
+                del lane.failed[key]
                 self._want(lane, key)
 
     def offer_down(self) -> None:
@@ -146,6 +148,7 @@ class SaveQueue:
         if key in self._resident or key in self._copying or self._memory_source(key):
             return
         for lane in self._lanes:
+            lane.failed.pop(key, None)
             if key in lane.pending:
                 del lane.pending[key]
                 self._lost(lane, key)
@@ -166,6 +169,8 @@ class SaveQueue:
         """Start what can start; the copies to execute."""
         copies: list[CopyOut] = []
         for lane in self._lanes:
+            if lane.retry_due() and lane.failed:
+                lane.probe = self._retry(lane, 1)
             put_back: list[BlockKey] = []
             while lane.pending and not lane.num_wipes and not lane.saves_stalled:
                 key, _ = lane.pending.popitem(last=False)
@@ -183,6 +188,16 @@ class SaveQueue:
                 lane.pending[key] = None
                 lane.pending.move_to_end(key, last=False)
         return copies
+
+    def _retry(self, lane: Lane, count: int | None = None) -> BlockKey | None:
+        """Want again what failed, longest ago first; the first of it."""
+        ready = [key for key in lane.failed if lane.tier.state(key) is BlockState.ABSENT][:count]
+        for key in ready:
+            del lane.failed[key]
+            self._want(lane, key)
+        if lane.failed:
+            lane.retry_later()
+        return ready[0] if ready else None
 
     def _start_one(self, lane: Lane, key: BlockKey, copies: list[CopyOut]) -> bool:
         """Start one save, or give it up for good; False if it must wait and the rest with it."""
@@ -282,9 +297,7 @@ class SaveQueue:
         share = seconds / len(copies) if seconds is not None and copies else 0.0
         for copy in copies:
             for save in self._copying.pop(copy.key):
-                if save.condemned:
-                    self._end(save, WriteResult(OSError(errno.ECANCELED, "condemned")), share)
-                elif save.lane.in_memory or save.dropped:
+                if save.lane.in_memory or save.dropped:
                     self._end(save, WriteResult(num_bytes=self._block_bytes), share)
                 else:
                     self._write(save)
@@ -302,16 +315,23 @@ class SaveQueue:
         present = lane.tier.settle(save.reservation, result)
         if self._active.get((lane.tier.name, key)) is save:
             del self._active[lane.tier.name, key]
-        if present and save.condemned:
-            lane.condemn(key)
-        elif present:
-            lane.stored(key)
+        if present:
             lane.stats.saved_blocks += 1
             lane.stats.store_bytes += self._block_bytes
             lane.stats.store_seconds += seconds
-            lane.failed.discard(key)
+            lane.failed.pop(key, None)
+            lane.recovered()
+            if key == lane.probe:
+                lane.probe = None
+                self._retry(lane)
             self._tell(lane, key, saved=True)
-        elif not save.dropped and not save.overdue:
+        elif save.dropped or save.overdue:
+            pass
+        elif isinstance(result.error, RoomTakenError):
+            lane.pending[key] = None
+            lane.pending.move_to_end(key, last=False)
+            self._drop_if_lost(key)
+        else:
             self._failed(lane, key, result.error)
 
     def _failed(self, lane: Lane, key: BlockKey, error: Exception | None) -> None:
@@ -320,8 +340,9 @@ class SaveQueue:
         if isinstance(error, OSError) and error.errno is not None:
             reason = errno.errorcode.get(error.errno, reason)
         lane.skipped[reason] += 1
-        if key in self._resident:
-            lane.failed.add(key)
+        if key in self._resident or self._memory_source(key):
+            lane.failed[key] = None
+            lane.retry_later()
         self._tell(lane, key, saved=False)
 
     def expire(self) -> None:
@@ -335,40 +356,33 @@ class SaveQueue:
                 del self._active[save.lane.tier.name, save.key]
                 self._failed(save.lane, save.key, TimeoutError(errno.ETIMEDOUT, "write hangs"))
 
-    def drop(self, lane: Lane) -> None:
-        """The tier was reset: what was on its way is never to be seen there."""
-        for key in lane.pending:
-            self._tell(lane, key, saved=False)
-        lane.pending.clear()
-        lane.failed.clear()
-        lane.barred = set(self._resident)
+    def drop(self, lane: Lane, where: Forget | None) -> None:
+        """The tier was reset: what was on its way is never to be seen there, nor what lies above
+        or is on its way there, unless it is offered anew."""
+        held = {
+            key
+            for key, (meta, _) in self._resident.items()
+            if where is None or where.matches(key, meta.root_tag)
+        }
         for other in self._lanes:
             if other.in_memory and other is not lane:
-                lane.barred.update(other.tier.present())
-        for name, key in list(self._active):
-            save = self._active[name, key]
-            if save.lane is lane:
+                held.update(other.tier.held(where))
+        if where is None:
+            lane.barred.clear()
+        lane.barred |= held
+        for key in [key for key in lane.failed if where is None or key in held]:
+            del lane.failed[key]
+        for key in [key for key in lane.pending if where is None or key in held]:
+            del lane.pending[key]
+            self._tell(lane, key, saved=False)
+        for (name, key), save in list(self._active.items()):
+            meets = where is None or where.matches(key, save.meta.root_tag)
+            if save.lane is lane and meets:
                 save.dropped = True
                 if save.job is not None:
                     save.job.cancelled = True
                 del self._active[name, key]
                 self._tell(lane, key, saved=False)
-
-    def condemn(self, keys: Set[BlockKey]) -> None:
-        """These blocks are bad: what is on its way of them is never to be served."""
-        for lane in self._lanes:
-            for key in keys & lane.pending.keys():
-                del lane.pending[key]
-                self._tell(lane, key, saved=False)
-        for save in self._held:
-            if save.key not in keys:
-                continue
-            save.dropped = save.condemned = True
-            if save.job is not None:
-                save.job.cancelled = True
-            if self._active.get((save.lane.tier.name, save.key)) is save:
-                del self._active[save.lane.tier.name, save.key]
-                self._tell(save.lane, save.key, saved=False)
 
     def metas(self) -> Iterator[tuple[BlockKey, BlockMeta]]:
         """Of what the device holds and of saves that have not ended."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from offload import block_file
-from offload.block_directory import read_record
 from offload.block_file import BlockCorruptError, BlockHeader
-from offload.store_scan import StoreFile, open_directory
+from offload.record_io import read_record
+from offload.store_scan import OPEN_RECORD, StoreFile, open_directory
 
 
 def audit(dir_fd: int, file: StoreFile) -> BlockHeader:
@@ -42,7 +42,6 @@ def _open_nofollow(dir_fd: int, path: str) -> int:
             below = open_directory(folder, current)
             os.close(current)
             current = below
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        return os.open(name, flags, dir_fd=current)
+        return os.open(name, OPEN_RECORD, dir_fd=current)
     finally:
         os.close(current)

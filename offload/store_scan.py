@@ -6,6 +6,7 @@
           <block hash, 64 hex>.<group>.<root, 16 hex>.<parent, 16 hex>.kv
                                             0600  a published record, see block_file
         .tmp.<pid>.<token>.<n>              0600  being written; its writer holds a lock on it
+      .ledger                               0600  how many bytes all this occupies, see ledger
       <fingerprint, 64 hex>.side*           0600  what else is kept for it, beside its blocks
       .trash.<pid>.<token>.<n>/             what a reset renamed away; nobody reads it
 
@@ -27,6 +28,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from offload.block_file import BlockName
+from offload.ledger import LEDGER_NAME
 from offload.tier import BlockHash, BlockKey
 
 TEMPORARY_PREFIX = ".tmp."
@@ -34,6 +36,7 @@ TRASH_PREFIX = ".trash."
 SIDE_SUFFIX = ".side"
 SUFFIX = ".kv"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_RECORD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 _HEX = frozenset("0123456789abcdef")
 _REST = re.compile(r"\.(0|[1-9][0-9]{0,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.kv")
@@ -49,7 +52,7 @@ class Kind(Enum):
     TEMPORARY = "temporary"
     TRASH = "trash"
     FOREIGN = "foreign"
-    DIRECTORY = "directory"  # of the store itself: only its own bytes matter
+    DIRECTORY = "directory"  # of the store itself, and its ledger: only their own bytes matter
 
 
 class StoreFile(NamedTuple):
@@ -129,6 +132,8 @@ def scan(dir_fd: int) -> Iterator[StoreFile]:
                 yield from _scan_tree(dir_fd, entry.name, kind, None, entry.name)
             elif is_side_name(entry.name):
                 yield from _other(entry, entry.name, Kind.SIDE, entry.name[:64])
+            elif entry.name == LEDGER_NAME:
+                yield from _other(entry, entry.name, Kind.DIRECTORY, None)
             else:
                 yield from _other(entry, entry.name, Kind.FOREIGN, None)
 

@@ -9,6 +9,7 @@
     condemn   PRESENT -> EVICTING              remove   a block found bad
     removed   EVICTING -> ABSENT
     drop_all  everything -> ABSENT             wipe     the same, durably
+    drop      some chains -> ABSENT            erase    the same, durably
     begin_survey, absorb                       survey   what the medium really holds
 
 Between `reserve` and `settle` a block is invisible and its room is taken; between `pin` and
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes, chained from the model fingerprint
@@ -65,8 +67,9 @@ class OffloadError(Exception):
 
     OffloadError
     |-- TierOpenError      the tier cannot be used at all; names path, cause and mend
-    '-- TierFullError      this block cannot fit, whatever finishes or is evicted
-    (and block_file.BlockCorruptError: a stored record that is not what it should be)
+    |-- TierFullError      this block cannot fit, whatever finishes or is evicted
+    |-- RoomTakenError     others have taken the room of this block: evict more and try again
+    '-- block_file.BlockCorruptError    a stored record that is not what it should be
     """
 
 
@@ -76,6 +79,14 @@ class TierOpenError(OffloadError):
 
 class TierFullError(OffloadError):
     """The block has no room even when everything that may be evicted is."""
+
+
+class RoomTakenError(OffloadError):
+    """Other writers on a shared medium have taken the room that a block was to have."""
+
+    def __init__(self, occupied_bytes: int) -> None:
+        super().__init__(f"{occupied_bytes} bytes are occupied by now")
+        self.occupied_bytes = occupied_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +113,22 @@ class FoundBlock(NamedTuple):
     parent_tag: bytes
     num_bytes: int
     mtime: float
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Which blocks a selective reset is about: whole chains by their root, and single blocks."""
+
+    roots: frozenset[BlockHash] = frozenset()
+    keys: frozenset[BlockKey] = frozenset()
+
+    @cached_property
+    def _root_tags(self) -> frozenset[bytes]:
+        return frozenset(root[:TAG_BYTES] for root in self.roots)
+
+    def matches(self, key: BlockKey, root_tag: bytes) -> bool:
+        """Whether it is about this block."""
+        return key in self.keys or root_tag in self._root_tags
 
 
 class StrangerFile(NamedTuple):
@@ -179,6 +206,10 @@ class Tier(Protocol):
     @property
     def capacity_bytes(self) -> int: ...
     @property
+    def ttl_seconds(self) -> float:
+        """For how long a block is held that nobody uses; 0: for ever."""
+
+    @property
     def in_memory(self) -> bool:
         """Whether blocks are addressable: `slot` then replaces `write` and `read`."""
 
@@ -227,6 +258,12 @@ class Tier(Protocol):
     def drop_all(self) -> int:
         """Everything ABSENT at once, SAVING included; number of PRESENT blocks dropped."""
 
+    def drop(self, where: Forget) -> int:
+        """The same for some chains only."""
+
+    def held(self, where: Forget | None = None) -> list[BlockKey]:
+        """PRESENT and SAVING blocks, all or some chains' only."""
+
     def slot(self, entry: Entry) -> memoryview:
         """The memory of a pinned or reserved block, block_bytes long."""
 
@@ -254,6 +291,9 @@ class Tier(Protocol):
     def survey(self, request: Any) -> Any: ...
     def wipe(self) -> None:
         """Make the last `drop_all` durable. OSError if it could not be."""
+
+    def erase(self, where: Forget) -> None:
+        """Make a `drop` durable. OSError if it could not be."""
 
     def sync(self) -> None:
         """Everything settled so far survives a power cut. OSError if it may not."""

@@ -36,7 +36,7 @@ def path_of(store: Path, number: int, fingerprint: bytes = FINGERPRINT) -> Path:
 
 
 def files(store: Path) -> set[Path]:
-    return {path for path in store.rglob("*") if path.is_file()}
+    return {path for path in store.rglob("*") if path.is_file() and path.name != ".ledger"}
 
 
 @pytest.fixture

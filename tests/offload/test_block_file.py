@@ -10,8 +10,8 @@ import pytest
 import xxhash
 
 from offload import block_file
-from offload.block_directory import read_record
 from offload.block_file import BlockCorruptError, BlockName
+from offload.record_io import read_record
 from offload.tier import BlockHash, BlockKey, BlockMeta
 from tests.offload.harness import BLOCK_BYTES, FINGERPRINT, content, key, meta, named, root
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from offload.block_file import BlockCorruptError
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
@@ -608,3 +609,31 @@ def test_the_cap_makes_room_by_evicting_the_least_recently_used(open_disk: OpenD
     numbers = [number for number in range(30) if planner.manager.lookup(key(number))]
     assert numbers == list(range(30 - stats.blocks, 30))
     assert stats.blocks >= 5
+
+
+def test_a_probe_measures_the_disk_before_anybody_waits_for_it(open_disk: OpenDisk) -> None:
+    disk = FaultyTier(open_disk())
+    planner = Planner(disk)
+    for number in range(3):
+        planner.commit(number)
+    planner.settle()
+    assert planner.manager.estimated_load_seconds("disk", 1) is None
+    planner.manager.probe()
+    planner.manager.check()
+    planner.settle()
+    assert planner.manager.estimated_load_seconds("disk", 1) > 0.0
+    assert disk.calls.count("read") == 3
+    stats = planner.manager.stats()["disk"]
+    assert (stats.loaded_blocks, stats.pinned_blocks) == (0, 0)
+
+
+def test_a_probe_that_finds_a_bad_block_drops_it(open_disk: OpenDisk) -> None:
+    disk = FaultyTier(open_disk())
+    planner = Planner(disk)
+    planner.commit(1)
+    planner.settle()
+    disk.faults["read"] = BlockCorruptError("payload", "planted")
+    planner.manager.probe()
+    planner.settle()
+    assert planner.manager.lookup(key(1)) is None
+    assert planner.manager.stats()["disk"].verify_failures == 1
