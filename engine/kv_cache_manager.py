@@ -13,7 +13,7 @@ Planning only: it moves no bytes. Copies and reads happen elsewhere, ordered bef
 from __future__ import annotations
 
 import bisect
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.block_chain import hash_at, meta_at
 from engine.block_pool import BlockPool
@@ -22,8 +22,9 @@ from engine.kv_loads import KVLoads
 from engine.load_samples import LoadSamples
 from engine.prefix_match import DEVICE, BlockHit, PrefixHit, PrefixMatcher
 from engine.request import NO_BLOCK, Request, committed_len
+from offload.lineage import Suspects
 from offload.manager import OffloadManager
-from offload.tier import BlockHash, BlockKey
+from offload.tier import BlockKey
 
 
 class KVCacheManager:
@@ -330,7 +331,7 @@ class KVCacheManager:
         self.loads.reset()
         return self.pool.reset()
 
-    def forget(self, suspects: Container[BlockHash]) -> int:
+    def forget(self, suspects: Suspects) -> int:
         """Take these blocks out of the prefix map. Legal while no request is live: what one has
         computed from them would enter the map again. How many there were."""
         suspected = [key for key in self.pool.known() if key.block_hash in suspects]

@@ -39,7 +39,7 @@ def compare(kv: KVCache, layers: Sequence[int], pair: BlockPair) -> Comparison:
 def slot_errors(found: Tensor, computed: Tensor) -> Tensor:
     """Of planes [layer, key or value, head, slot, dim]: float32 [layer, part, head, slot]."""
     difference = (found - computed).norm(dim=-1)
-    length = computed.norm(dim=-1)
+    length = torch.nan_to_num(computed.norm(dim=-1), posinf=0.0)  # lest it hide where it is
     usual = length.square().mean(dim=-1, keepdim=True).sqrt()
     errors = difference / torch.maximum(length, usual).clamp_min(_TINY)
     return torch.nan_to_num(errors, nan=torch.inf, posinf=torch.inf)
