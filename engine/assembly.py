@@ -257,6 +257,7 @@ def _open_tiers(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> l
                 fingerprint=fingerprint,
                 block_bytes=block_bytes,
                 capacity_bytes=config.disk_tier_size,
+                ttl_seconds=config.disk_tier_ttl,
             )
         )
     except TierOpenError as error:

@@ -36,6 +36,7 @@ class EngineConfig:
     cpu_tier: int = GIB
     disk_tier: Path | None = None
     disk_tier_size: int = 10 * GIB
+    disk_tier_ttl: float = 0.0  # seconds a block may lie unused on disk; 0: for ever
     disk_tier_optional: bool = False  # serve without it if it cannot be opened
     offload_prompt_only: bool = False
     load_policy: LoadPolicy = "auto"

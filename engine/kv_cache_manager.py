@@ -22,6 +22,7 @@ from engine.kv_loads import KVLoads
 from engine.load_samples import LoadSamples
 from engine.prefix_match import DEVICE, BlockHit, PrefixHit, PrefixMatcher
 from engine.request import NO_BLOCK, Request, committed_len
+from offload.history import FAILED_VERIFICATION
 from offload.lineage import Suspects
 from offload.manager import OffloadManager
 from offload.tier import BlockKey
@@ -234,8 +235,9 @@ class KVCacheManager:
             for index in self._required(group, end):
                 self._offer(request, group, index, reachable=True)
 
-    def touch(self, request: Request) -> None:
-        """Make the committed chain recent in every tier, its root most of all."""
+    def touch(self, request: Request, again: bool = False) -> None:
+        """Make the committed chain recent in every tier, its root most of all; `again` if the
+        request found it."""
         hashes = request.block_hashes[: request.num_committed_blocks]
         end = request.num_committed_blocks * self.block_size
         windows = {group.index: self._required(group, end) for group in self._windows}
@@ -247,7 +249,8 @@ class KVCacheManager:
                 if group.window is None
                 or index in windows[group.index]
                 or self._is_reachable(request, group, index)
-            ]
+            ],
+            again,
         )
 
     def release(self, request: Request) -> None:
@@ -339,6 +342,7 @@ class KVCacheManager:
             block_id = self.pool.lookup(key)
             assert block_id is not None
             self.pool.forget(block_id)
+            self.offload.withdraw(key, FAILED_VERIFICATION)
         return len(suspected)
 
     # --- blocks for an audit ----------------------------------------------------------------

@@ -306,7 +306,8 @@ class Scheduler:
         self._leave_queue(request)
         self.kv.admit(request, hit, loads.start)
         request.load_patience = loads.patience
-        self.kv.touch(request)
+        # Coming back after a preemption it finds what it stored itself.
+        self.kv.touch(request, again=not request.admitted_once)
         self._num_admissions += 1
         self._note_sources(request, hit, loads.start)
         self._count_cached(request)

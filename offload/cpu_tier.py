@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from offload.block_index import BlockIndex
+from offload.history import RESET, eviction, unheard
 from offload.tier import (
+    PIN_SHARE,
     BlockHash,
     BlockKey,
     BlockMeta,
@@ -22,7 +24,7 @@ from offload.tier import (
 
 
 class CpuTier:
-    """Blocks in host memory, least recently used out first.
+    """Blocks in host memory.
 
     The arena is mapped at once and touched slot by slot, lowest first and reused slots before
     fresh ones, so memory never needed is never resident.
@@ -59,6 +61,7 @@ class CpuTier:
         self._num_saving = 0
         self._epoch = 0
         self._evicted = 0
+        self._note: Callable[[BlockKey, str], None] = unheard
 
     def state(self, key: BlockKey) -> BlockState:
         return self._index.state(key)
@@ -86,14 +89,18 @@ class CpuTier:
             victim = next(self._index.evictable(), None)
             if victim is None:
                 return None
+            self._index.begin_evict(victim)
             self._index.forget(victim)
             self._release(victim)
             self._evicted += 1
+            self._note(victim.key, eviction(victim))
             evicted = (victim,)
         entry = Entry(key, self._block_bytes, meta, slot=self._free.pop())
         if meta is not None:
             entry.root_tag, entry.parent_tag = meta.root_tag, meta.parent_tag
-        self._index.begin_save(entry)
+        # What it will hold is unknown when a load promotes it: somebody asked for it again.
+        entry.reused = meta is None
+        self._index.begin_save(entry, None if meta is None else meta.parent_hash)
         self._num_saving += 1
         return Reservation(entry, self._epoch, evicted)
 
@@ -124,8 +131,17 @@ class CpuTier:
             self._num_dead -= 1
             self._release(entry)
 
-    def touch(self, key: BlockKey) -> None:
-        self._index.touch(key, time.time())
+    def keep(self, key: BlockKey) -> Entry | None:
+        return self._index.keep(key, int(PIN_SHARE * self.capacity_bytes))
+
+    def let_go(self, entry: Entry) -> None:
+        self._index.let_go(entry)
+
+    def touch(self, key: BlockKey, again: bool = False) -> None:
+        self._index.touch(key, time.time(), again)
+
+    def age(self, key: BlockKey) -> None:
+        self._index.age(key)
 
     def forget(self, entry: Entry) -> None:
         if self._index.owns(entry):
@@ -143,6 +159,7 @@ class CpuTier:
         held, saving = self._index.clear()
         for entry in held:
             self._bury(entry)
+            self._note(entry.key, RESET)
         self._num_dead += len(saving)  # still being filled; `settle` gives the slot back
         self._num_saving = 0
         self._epoch += 1
@@ -152,6 +169,7 @@ class CpuTier:
         held, saving = self._index.drop(where)
         for entry in held:
             self._bury(entry)
+            self._note(entry.key, RESET)
         self._num_dead += len(saving)
         self._num_saving -= len(saving)
         return len(held)
@@ -178,11 +196,19 @@ class CpuTier:
     def num_pins(self) -> int:
         return self._index.num_pins
 
+    def num_keeps(self) -> int:
+        return self._index.num_keeps
+
+    def watch(self, note: Callable[[BlockKey, str], None]) -> None:
+        self._note = note
+
     def check(self) -> None:
         self._index.check()
         assert len(set(self._free)) == len(self._free), "a slot is free twice"
         used = len(self._index) + self._num_saving + self._num_dead
         assert used + len(self._free) == self._num_slots, "slots do not add up"
+        kept = self._index.kept_bytes
+        assert kept <= PIN_SHARE * self.capacity_bytes, "pins take more than their share"
 
     def write(self, reservation: Reservation, meta: BlockMeta, payload: memoryview) -> WriteResult:
         self.slot(reservation.entry)[:] = payload

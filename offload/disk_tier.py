@@ -25,8 +25,10 @@ from pathlib import Path
 from offload.block_directory import BlockDirectory
 from offload.block_file import BlockCorruptError, BlockName
 from offload.block_index import BlockIndex
+from offload.history import EXPIRED, LOST, RESET, eviction, unheard
 from offload.store_survey import Survey, SurveyRequest
 from offload.tier import (
+    PIN_SHARE,
     BlockHash,
     BlockKey,
     BlockMeta,
@@ -80,6 +82,7 @@ class DiskTier:
         self._outrun = False  # what was evicted for its sake did not help
         self._gone: set[BlockKey] = set()  # removed since the last survey was asked for
         self._reclaiming = False  # a reset's leftovers still count and will soon be gone
+        self._note: Callable[[BlockKey, str], None] = unheard
 
     @classmethod
     def open(
@@ -141,6 +144,7 @@ class DiskTier:
         """PRESENT -> ABSENT; the next survey removes the file."""
         self.forget(entry)
         self._expired += 1
+        self._note(entry.key, EXPIRED)
 
     def present(self) -> list[BlockKey]:
         return self._index.present()
@@ -187,7 +191,7 @@ class DiskTier:
         for _ in strangers:
             self._strangers.popleft()
         entry = Entry(key, 0, root_tag=meta.root_tag, parent_tag=meta.parent_tag)
-        self._index.begin_save(entry)
+        self._index.begin_save(entry, meta.parent_hash)
         extra = max(0, needed - freed)
         self._extra_bytes += extra
         return Reservation(entry, self._epoch, tuple(evicted), tuple(strangers), extra)
@@ -200,8 +204,9 @@ class DiskTier:
         return self._used_bytes + needed - self._limit_bytes
 
     def _choose_victims(self, excess: float) -> tuple[list[Entry], list[StrangerFile], int]:
-        """Least recently used first, ours and others' alike: a fingerprint no longer served
-        makes way for ours, while servers that share the directory live by one clock."""
+        """Ours in their order, others' by recency, and of the two next ones the less recently used:
+        a fingerprint no longer served makes way for ours, while servers that share the directory
+        live by one clock. What is superseded goes first, whoever wrote beside it."""
         evicted: list[Entry] = []
         strangers: list[StrangerFile] = []
         freed = 0
@@ -210,7 +215,10 @@ class DiskTier:
         others = iter(self._strangers)
         next_other = next(others, None)
         while freed < excess:
-            if next_other is not None and (next_own is None or next_other.mtime < next_own.recency):
+            if next_other is not None and (
+                next_own is None
+                or (not next_own.superseded and next_other.mtime < next_own.recency)
+            ):
                 strangers.append(next_other)
                 freed += next_other.num_bytes
                 next_other = next(others, None)
@@ -237,6 +245,7 @@ class DiskTier:
                 self._index.forget(victim)
                 self._gone.add(victim.key)
                 self._evicted += 1
+                self._note(victim.key, eviction(victim))
             else:
                 self._index.restore(victim)
         if not self._index.owns(entry):
@@ -272,10 +281,19 @@ class DiskTier:
     def unpin(self, entry: Entry) -> None:
         self._index.unpin(entry)
 
-    def touch(self, key: BlockKey) -> None:
+    def keep(self, key: BlockKey) -> Entry | None:
+        return self._index.keep(key, int(PIN_SHARE * self.capacity_bytes))
+
+    def let_go(self, entry: Entry) -> None:
+        self._index.let_go(entry)
+
+    def touch(self, key: BlockKey, again: bool = False) -> None:
         now = self._clock()
-        if self.state(key) is BlockState.PRESENT and self._index.touch(key, now):
+        if self.state(key) is BlockState.PRESENT and self._index.touch(key, now, again):
             self._touched[key] = now
+
+    def age(self, key: BlockKey) -> None:
+        self._index.age(key)
 
     def forget(self, entry: Entry) -> None:
         # An EVICTING block is its remover's to forget.
@@ -302,7 +320,8 @@ class DiskTier:
         # The bytes stay until a survey has removed what `wipe` renames away.
         num_blocks = len(self._index)
         self._other_bytes += self._index.num_bytes
-        self._index.clear()
+        for entry in self._index.clear()[0]:
+            self._note(entry.key, RESET)
         self._touched.clear()
         self._epoch += 1
         self._reclaiming = True
@@ -312,6 +331,8 @@ class DiskTier:
         num_blocks = len(self._index)
         held, _ = self._index.drop(where)
         self._other_bytes += sum(entry.num_bytes for entry in held)
+        for entry in held:
+            self._note(entry.key, RESET)
         self._num_drops += 1
         self._reclaiming = True
         return num_blocks - len(self._index)
@@ -352,6 +373,7 @@ class DiskTier:
         for entry in survey.vanished:
             if entry.state is BlockState.PRESENT and not entry.pins and self._index.owns(entry):
                 self._index.forget(entry)
+                self._note(entry.key, LOST)
         self._limit_bytes = self._used_bytes + survey.free_bytes
         if survey.free_bytes >= self._directory.needed_bytes(1):
             self._outrun = False
@@ -368,9 +390,17 @@ class DiskTier:
     def num_pins(self) -> int:
         return self._index.num_pins
 
+    def num_keeps(self) -> int:
+        return self._index.num_keeps
+
+    def watch(self, note: Callable[[BlockKey, str], None]) -> None:
+        self._note = note
+
     def check(self) -> None:
         self._index.check()
         assert self._extra_bytes >= 0, "a save gave back more than it was charged"
+        kept = self._index.kept_bytes
+        assert kept <= PIN_SHARE * self.capacity_bytes, "pins take more than their share"
 
     def write(self, reservation: Reservation, meta: BlockMeta, payload: memoryview) -> WriteResult:
         return self._directory.store(

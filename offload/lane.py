@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from offload.block_file import BlockCorruptError
+from offload.history import FAILED_VERIFICATION, LOST, History
 from offload.io_threads import IoThreads, Job, Urgency
 from offload.tier import BlockKey, BlockState, Entry, Forget, Tier, TierStats, WriteResult
 from offload.transfer_rate import TransferRate
@@ -32,6 +33,7 @@ class Lane:
         io_threads: int,
         stall_seconds: float,
         survey_seconds: float,
+        history: History,
         wake: Callable[[], None],
     ) -> None:
         self.tier = tier
@@ -51,6 +53,12 @@ class Lane:
         self._survey_seconds = survey_seconds
         self._next_survey = time.monotonic() + survey_seconds
         self.surveying = False
+        self._history = history
+        tier.watch(self.note)
+
+    def note(self, key: BlockKey, what: str) -> None:
+        """Remember what became of a block here."""
+        self._history.note(key, self.tier.name, what)
 
     @property
     def stalled(self) -> bool:
@@ -74,6 +82,7 @@ class Lane:
     def discard_bad(self, entry: Entry, error: Exception) -> None:
         """A read failed: the block is not held any more, and a damaged file goes."""
         if isinstance(error, BlockCorruptError):
+            self.note(entry.key, FAILED_VERIFICATION)
             self.stats.verify_failures += 1
             self.skipped[error.reason] += 1
             logger.warning(
@@ -96,6 +105,7 @@ class Lane:
         else:
             self.skipped["unreadable"] += 1
             self.stats.failed_blocks += 1
+        self.note(entry.key, LOST)
         self.tier.forget(entry)
 
     def retry_later(self) -> None:

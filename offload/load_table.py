@@ -52,6 +52,7 @@ class Load:
     promotion: tuple[Lane, Reservation] | None = None
     job: Job | None = None
     abandoned: bool = False
+    overtaken: bool = False  # by a reset of the tier it is read from: stays nowhere
     is_probe: bool = False  # read for the time it takes
 
 
@@ -179,8 +180,8 @@ class LoadTable:
         lane, reservation = load.promotion
         load.promotion = None
         error = job.error
-        if error is None and job.result is None:
-            error = OSError(errno.ECANCELED, "not started")
+        if error is None and (job.result is None or load.overtaken):
+            error = OSError(errno.ECANCELED, "not started, or overtaken by a reset")
         result = WriteResult(error, self._block_bytes, meta=job.result)
         if not lane.tier.settle(reservation, result):
             return False
@@ -237,6 +238,7 @@ class LoadTable:
             holds = load.lane is lane or (load.slot and load.slot[0] is lane)
             meets = where is None or where.matches(load.key, load.root_tag)
             if holds and meets and load.phase is not Phase.COPYING:
+                load.overtaken = True
                 self._abandon(load)
                 self._failed.append(load.ticket)
                 self._wake()

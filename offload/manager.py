@@ -4,6 +4,7 @@
     lookup, touch            which tier holds a block      copied_out,   the round was executed
     load, start_loads        bring blocks back             copied_in
     cancel                   think better of it            check         the conservation laws
+    pin, unpin, age          what to keep, what to give    fate          what became of a block
     condemn                  a block was found bad         flush, reset, close
 
 Everything is called by one task, the planner, and nothing blocks: disk work runs on daemon threads
@@ -19,10 +20,12 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
+from offload.history import EVICTED, FAILED_VERIFICATION, Fate, History
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane
 from offload.lineage import Link, Suspects
 from offload.load_table import LoadTable
+from offload.pins import PinTable
 from offload.save_queue import SaveQueue, SaveTally
 from offload.staging import Staging
 from offload.tier import (
@@ -41,6 +44,7 @@ from offload.transfers import CopyIn, CopyOut, Transfers
 _MAX_ROUND_BYTES = 64 << 20  # copied in one round, each way: a forward pass waits for it
 _PROBED_BLOCKS = 8
 _PATIENCE = 0.002  # seconds between looks at work that only time can finish
+_DEVICE = "device"  # in the history: what lies above the tiers
 _CLOSE_SECONDS = 5.0  # for calls in flight when the manager is closed
 
 
@@ -67,18 +71,21 @@ class OffloadManager:
         self._wake_planner = wake
         self._woken = False
         self._write_deadline = write_deadline
+        self._history = History()
         self._lanes = [
             Lane(
                 tier,
                 io_threads=io_threads,
                 stall_seconds=stall_seconds,
                 survey_seconds=survey_seconds,
+                history=self._history,
                 wake=self._wake,
             )
             for tier in tiers
         ]
         if len({lane.tier.name for lane in self._lanes}) != len(self._lanes):
             raise ValueError("two tiers of one name")
+        self._pins = PinTable(self._lanes)
         self._staging = Staging(staging_bytes, block_bytes)
         max_copies = max(1, _MAX_ROUND_BYTES // block_bytes)
         memory_blocks = sum(
@@ -128,9 +135,10 @@ class OffloadManager:
         once the tiers have lost it a `flush` finds it here."""
         self._saves.hold(key, meta, block_id)
 
-    def withdraw(self, key: BlockKey) -> None:
-        """The device copy goes. Copies handed out already are unaffected; saves still pending
-        continue from a memory tier or are counted as put off, then lost."""
+    def withdraw(self, key: BlockKey, what: str = EVICTED) -> None:
+        """The device copy goes, `what` says how. Copies handed out already are unaffected; saves
+        still pending continue from a memory tier or are counted as put off, then lost."""
+        self._history.note(key, _DEVICE, what)
         self._saves.withdraw(key)
 
     def lookup(self, key: BlockKey) -> str | None:
@@ -140,11 +148,40 @@ class OffloadManager:
                 return lane.tier.name
         return None
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], again: bool = False) -> None:
         """The keys of a chain, root first, were used: recent in every tier that holds them, the
-        root most of all. Saves of them that failed are tried again if the device has the block."""
+        root most of all. `again` if a new request found them; without it they are only put in
+        order, and worth no more. Saves that failed are tried again if the device has the block."""
         for key in chain_order(keys):
-            self._saves.touch(key)
+            self._saves.touch(key, again)
+
+    def age(self, keys: Sequence[BlockKey]) -> None:
+        """The keys of a branch, root first, that its conversation has left: evicted before all
+        others in every tier, tail first, unless they are pinned or used again."""
+        for key in chain_order(keys):
+            for lane in self._lanes:
+                lane.tier.age(key)
+
+    def pin(self, name: str, keys: Sequence[BlockKey], until: float) -> tuple[int, int]:
+        """Do not evict what the tiers hold of a chain, root first, until then (seconds since the
+        epoch); in place of what the name pinned before.
+
+        All pins together take at most PIN_SHARE of each tier, so the leading blocks come first and
+        the rest may stay unpinned. Resets, failed verifications and restarts end it for a block.
+        Returns how many blocks are pinned in some tier, and their bytes in all of them.
+        """
+        self._pins.lapse(time.time())
+        return self._pins.pin(name, keys, until)
+
+    def unpin(self, name: str) -> tuple[int, int]:
+        """Undo a `pin`: blocks and bytes that it still held, as `pin` counts them."""
+        self._pins.lapse(time.time())
+        return self._pins.unpin(name)
+
+    def fate(self, key: BlockKey) -> list[Fate]:
+        """How a block went from the device and from each tier, the latest first; it may have come
+        back since. Of the last ones only, and of this process."""
+        return self._history.fate(key, [_DEVICE, *(lane.tier.name for lane in self._lanes)])
 
     def load(self, key: BlockKey, block_id: int, tier: str | None = None) -> int:
         """Bring a block into a device block; the ticket that `poll` will name.
@@ -174,6 +211,7 @@ class OffloadManager:
         report. Rounds are bounded: `wake` is called again when the report leaves more to do.
         """
         self._woken = False
+        self._pins.lapse(time.time())
         self._gather()
         copies_out = self._saves.start()
         self._loads.start()
@@ -224,6 +262,7 @@ class OffloadManager:
 
     def stats(self) -> dict[str, TierStats]:
         """Counters and gauges by tier name."""
+        self._pins.lapse(time.time())
         return {
             lane.tier.name: lane.snapshot(self._saves.num_pending(lane)) for lane in self._lanes
         }
@@ -314,6 +353,7 @@ class OffloadManager:
             dropped[lane.tier.name] = lane.tier.drop_all() if where is None else drop(where)
             if not lane.in_memory:
                 wipes.append((lane, lane.wipe(where)))
+        self._saves.drop_lost()
         return dropped, wipes
 
     def condemn(self, key: BlockKey, root: BlockHash, tier: str) -> tuple[Suspects, list[str]]:
@@ -328,15 +368,17 @@ class OffloadManager:
         suspects = Suspects(self._links(), key.block_hash, root)
         condemned = {held for held, _ in self._saves.metas() if held.block_hash in suspects}
         locations: list[str] = []
+        stored: list[tuple[Lane, BlockKey]] = []
         for lane in self._lanes:
             lane.stats.verify_failures += lane.tier.name == tier
-            for entry in lane.tier.entries():
-                if entry.key.block_hash not in suspects:
-                    continue
-                condemned.add(entry.key)
-                place = lane.tier.location(entry) if entry.key == key else None
-                locations += [place] if place else []
+            bad = [entry for entry in lane.tier.entries() if entry.key.block_hash in suspects]
+            stored += [(lane, entry.key) for entry in bad]
+            places = [lane.tier.location(entry) for entry in bad if entry.key == key]
+            locations += [place for place in places if place is not None]
+        condemned.update(held for _, held in stored)
         self._drop(self._lanes, Forget(keys=frozenset(condemned)))
+        for lane, held in stored:
+            lane.note(held, FAILED_VERIFICATION)
         return suspects, locations
 
     def _links(self) -> Iterator[Link]:
@@ -369,5 +411,7 @@ class OffloadManager:
             lane.tier.check()
             held = self._saves.num_pins(lane) + self._loads.num_pins(lane)
             assert lane.tier.num_pins() == held, f"{lane.tier.name}: pins do not balance"
+            keeps = self._pins.num_keeps(lane)
+            assert lane.tier.num_keeps() == keeps, f"{lane.tier.name}: keeps do not balance"
         out = self._saves.num_buffers + self._loads.num_buffers
         assert out + self._staging.num_free == self._staging.num_buffers, "buffers do not balance"

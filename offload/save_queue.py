@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from offload.history import LOST, RESET, SAVE_FAILED
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane, outcome
 from offload.staging import Staging
@@ -111,9 +112,9 @@ class SaveQueue:
             return
         self._drop_if_lost(key)
 
-    def touch(self, key: BlockKey) -> None:
+    def touch(self, key: BlockKey, again: bool = False) -> None:
         for lane in self._lanes:
-            lane.tier.touch(key)
+            lane.tier.touch(key, again)
             if key in lane.failed:
                 del lane.failed[key]
                 self._want(lane, key)
@@ -155,6 +156,7 @@ class SaveQueue:
 
     def _lost(self, lane: Lane, key: BlockKey) -> None:
         lane.skipped["put off, then lost"] += 1
+        lane.note(key, LOST)
         self._tell(lane, key, saved=False)
 
     def _memory_source(self, key: BlockKey) -> Lane | None:
@@ -340,6 +342,7 @@ class SaveQueue:
         if isinstance(error, OSError) and error.errno is not None:
             reason = errno.errorcode.get(error.errno, reason)
         lane.skipped[reason] += 1
+        lane.note(key, SAVE_FAILED)
         if key in self._resident or self._memory_source(key):
             lane.failed[key] = None
             lane.retry_later()
@@ -374,6 +377,7 @@ class SaveQueue:
             del lane.failed[key]
         for key in [key for key in lane.pending if where is None or key in held]:
             del lane.pending[key]
+            lane.note(key, RESET)
             self._tell(lane, key, saved=False)
         for (name, key), save in list(self._active.items()):
             meets = where is None or where.matches(key, save.meta.root_tag)
@@ -382,12 +386,18 @@ class SaveQueue:
                 if save.job is not None:
                     save.job.cancelled = True
                 del self._active[name, key]
+                lane.note(key, RESET)
                 self._tell(lane, key, saved=False)
 
     def metas(self) -> Iterator[tuple[BlockKey, BlockMeta]]:
         """Of what the device holds and of saves that have not ended."""
         yield from ((key, meta) for key, (meta, _) in self._resident.items())
         yield from ((save.key, save.meta) for save in self._held)
+
+    def drop_lost(self) -> None:
+        """Memory was reset: saves that were still to be made from it have no source any more."""
+        for key in [key for lane in self._lanes for key in lane.pending]:
+            self._drop_if_lost(key)
 
     # -- waiting and counting
 

@@ -6,6 +6,8 @@
     settle    SAVING  -> PRESENT | ABSENT
     pin       PRESENT, not evictable           read     bytes from the medium, verified
     unpin
+    keep      PRESENT, not evictable, at length
+    let_go
     condemn   PRESENT -> EVICTING              remove   a block found bad
     removed   EVICTING -> ABSENT
     drop_all  everything -> ABSENT             wipe     the same, durably
@@ -18,13 +20,14 @@ Between `reserve` and `settle` a block is invisible and its room is taken; betwe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple, NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes, chained from the model fingerprint
+PIN_SHARE = 0.5  # of a tier's capacity, at most: the rest must go on taking new blocks
 TAG_BYTES = 8  # of a root's or a parent's hash: enough to find, the record holds the whole
 
 
@@ -103,6 +106,9 @@ class Entry:
     state: BlockState = BlockState.SAVING
     root_tag: bytes = b""  # of the root's hash the first TAG_BYTES; empty while unknown
     parent_tag: bytes = b""
+    keeps: int = 0  # pins that last, see `Tier.keep`
+    reused: bool = False  # asked for by a later request, or continuing a chain that was
+    superseded: bool = False  # of a branch that its conversation has left
 
 
 class FoundBlock(NamedTuple):
@@ -242,8 +248,20 @@ class Tier(Protocol):
         """Keep a PRESENT block where it is. KeyError if it is not PRESENT."""
 
     def unpin(self, entry: Entry) -> None: ...
-    def touch(self, key: BlockKey) -> None:
-        """Most recently used now; nothing for a block that is not PRESENT."""
+    def keep(self, key: BlockKey) -> Entry | None:
+        """Do not evict a block until `let_go`, a reset or a failed verification. None if it is not
+        PRESENT, or if more than PIN_SHARE of the capacity would be kept."""
+
+    def let_go(self, entry: Entry) -> None:
+        """Undo a `keep`; nothing for a block that has been lost since."""
+
+    def touch(self, key: BlockKey, again: bool = False) -> None:
+        """Most recently used now, and `again` if not by the request that stored it; nothing for a
+        block that is not PRESENT."""
+
+    def age(self, key: BlockKey) -> None:
+        """Superseded: to be evicted before all that are not; nothing for a block that is kept or
+        not PRESENT."""
 
     def forget(self, entry: Entry) -> None:
         """PRESENT -> ABSENT for a block whose bytes are gone or cannot be read."""
@@ -274,6 +292,13 @@ class Tier(Protocol):
     def usage(self) -> TierUsage: ...
     def num_pins(self) -> int:
         """Pins not yet released, on entries that a reset took out too."""
+
+    def num_keeps(self) -> int:
+        """How often PRESENT blocks are kept."""
+
+    def watch(self, note: Callable[[BlockKey, str], None]) -> None:
+        """Tell `note` of every block that goes without having been asked to: which, and how, in
+        the words of `history`."""
 
     def check(self) -> None:
         """AssertionError if a conservation law is broken."""

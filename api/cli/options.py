@@ -306,6 +306,9 @@ class ServeOptions:
         PATH, TIERS, None, "Directory for KV that outlives the process.", default_text="none"
     )
     disk_tier_size: int = option(SIZE, TIERS, 10 << 30, "Most bytes the disk tier may occupy.")
+    disk_tier_ttl: float = option(
+        SECONDS, TIERS, 0.0, "Forget what lies unused on disk for longer; 0: never."
+    )
     disk_tier_optional: bool = option(
         SWITCH, TIERS, False, "Serve without the disk tier if it cannot be opened."
     )

@@ -110,6 +110,7 @@ def engine_config(options: ServeOptions, model: str) -> EngineConfig:
         cpu_tier=options.cpu_tier,
         disk_tier=options.disk_tier,
         disk_tier_size=options.disk_tier_size,
+        disk_tier_ttl=options.disk_tier_ttl,
         disk_tier_optional=options.disk_tier_optional,
         offload_prompt_only=options.offload_prompt_only,
         load_policy=cast(LoadPolicy, options.load_policy),

@@ -36,6 +36,7 @@ CONTRACT = {
     "--cpu-tier",
     "--disk-tier",
     "--disk-tier-size",
+    "--disk-tier-ttl",
     "--disk-tier-optional",
     "--offload-prompt-only",
     "--load-policy",

@@ -53,6 +53,7 @@ def test_every_option_can_be_given_everywhere(config):
         "cpu_tier": ("0", "0", 0),
         "disk_tier": ("/d", '"/d"', Path("/d")),
         "disk_tier_size": ("1GB", '"1GB"', 10**9),
+        "disk_tier_ttl": ("86400", "86400", 86400.0),
         "disk_tier_optional": ("true", "true", True),
         "offload_prompt_only": ("1", "true", True),
         "verify_loads": ("0.25", "0.25", 0.25),

@@ -164,6 +164,11 @@ def test_a_bad_block_goes_with_what_follows_it_and_nothing_else() -> None:
             key = loaded.key(index, group)
             assert (loaded.kv.pool.lookup(key) is not None) == (index < 3)
             assert loaded.kv.offload.lookup(key) == ("cpu" if index < 3 else None)
+    fates = loaded.kv.offload.fate(loaded.key(5))
+    assert {(fate.tier, fate.what) for fate in fates} == {
+        ("device", "failed verification"),
+        ("cpu", "failed verification"),
+    }
     assert loaded.kv.pool.lookup(other) is not None
     assert loaded.kv.offload.lookup(other) == "cpu"
     assert loaded.kv.offload.stats()["cpu"].verify_failures == 1

@@ -218,6 +218,7 @@ def test_a_cancelled_load_is_never_handed_out(phase: str, open_disk: OpenDisk) -
         time.sleep(0.1)
         manager._gather()
     if phase == "reading":
+        manager.start_loads()
         deadline = time.monotonic() + 5
         while "read" not in disk.calls and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -450,6 +451,47 @@ async def test_a_reset_of_disk_alone_keeps_memory_and_does_not_refill(
     planner.commit(1)
     planner.settle()
     assert disk.present() == [key(1)]
+
+
+async def test_what_was_on_its_way_into_memory_does_not_refill_a_disk_reset_meanwhile(
+    cpu: CpuTier, open_disk: OpenDisk
+) -> None:
+    disk = open_disk()
+    planner = Planner(cpu, disk)
+    planner.commit(1)
+    under_way = planner.manager.poll()
+    planner.manager.withdraw(key(1))
+    await planner.manager.reset(["disk"])
+    planner.execute(under_way)
+    assert planner.manager.lookup(key(1)) == "cpu"
+    await planner.manager.flush(planner.pump)
+    assert disk.present() == []
+    planner.manager.withdraw(key(1))
+    planner.commit(1)  # computed anew
+    planner.settle()
+    assert disk.present() == [key(1)]
+
+
+async def test_a_block_being_read_when_the_disk_is_reset_does_not_stay_in_memory(
+    cpu: CpuTier, open_disk: OpenDisk
+) -> None:
+    disk = FaultyTier(open_disk())
+    first = Planner(disk)
+    first.commit(1)
+    first.settle()
+    planner = Planner(cpu, disk)
+    disk.hanging.add("read")
+    ticket = planner.manager.load(key(1), 50)
+    planner.manager.start_loads()
+    planner.until(lambda: "read" in disk.calls)
+    resetting = asyncio.create_task(planner.manager.reset(["disk"]))
+    await asyncio.sleep(0)
+    disk.release.set()
+    await resetting
+    planner.settle()
+    assert planner.failed == [ticket]
+    assert planner.manager.lookup(key(1)) is None
+    planner.manager.check()
 
 
 async def test_a_copy_under_way_keeps_its_source_through_a_reset(cpu: CpuTier) -> None:
