@@ -19,7 +19,7 @@ SERVE_ARGS = $(if $(filter --port --port=%,$(ARGS)),,--port $(PORT)) \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: setup serve test check bench soak clean help
+.PHONY: setup serve test check mutants bench soak clean help
 
 setup: $(VENV)/.model $(VENV)/.kernels ## install everything that serving needs into .venv
 
@@ -37,7 +37,10 @@ check: $(VENV)/.dev ## lint, format, types, import rules, and the tree's own rul
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/test_tree.py
+	$(BIN)/python -m pytest -q tests/test_tree.py tests/test_invariants_doc.py
+
+mutants: $(VENV)/.dev ## plant every known fault in a copy of the tree; each must fail its tests
+	$(BIN)/python tests/mutants/run.py $(MUTANTS_ARGS)
 
 bench: setup ## measure a server that it starts and stops; BENCH_ARGS go to overwinter bench
 	$(BIN)/python benchmarks/serving.py $(BENCH_ARGS)

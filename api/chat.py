@@ -13,7 +13,7 @@ from api.body import parse, read_json, schema_of
 from api.context import Context
 from api.generation import Choice, Generation, check_room, choices_of, sampling_params
 from api.logprobs import chat_logprobs
-from api.prompts import Prompt, check_length, encode_messages
+from api.prompts import Prompt, check_length, encode_conversation
 from api.protocol import ChatBody, check_stream_options
 from engine.outputs import RequestOutput
 
@@ -33,7 +33,9 @@ def router(context: Context) -> APIRouter:
         _check(body)
         model_name = context.model_name(body.model)
         check_room(engine, body.n)
-        prompt = await encode_messages(engine, body.messages, body.add_special_tokens)
+        prompt = await encode_conversation(
+            engine, body.messages, body.add_special_tokens, body.cache_salt
+        )
         check_length(engine, len(prompt.token_ids), body, "messages")
         params = sampling_params(
             body,

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from api import errors
@@ -107,6 +107,7 @@ class Generation:
         self._metrics = metrics
         self._clocks = [TokenClock(metrics) for _ in choices]
         self._streams: list[RequestStream] = []
+        self._answers = [_Answer() for _ in choices]  # to those who are to be told
 
     @classmethod
     async def start(
@@ -146,6 +147,12 @@ class Generation:
     def _observe(self, index: int, output: RequestOutput) -> None:
         self._clocks[index].tick(len(output.token_ids))
         self.usage.update(index, output)
+        if self.choices[index].prompt.conversation is not None:
+            answer = self._answers[index]
+            answer.token_ids += output.token_ids
+            answer.text += output.text
+            if output.finish_reason is not None:
+                self._tell(index, output.finish_reason)
         if output.finish_reason is None:
             return
         self._metrics.observe_finished(output)
@@ -156,11 +163,29 @@ class Generation:
         if output.finish_reason is FinishReason.ERROR:
             raise errors.internal(f"Generation failed: {output.error or 'engine fault'}.")
 
+    def _tell(self, index: int, reason: FinishReason | None) -> None:
+        """The conversation learns what was generated, once."""
+        answer, conversation = self._answers[index], self.choices[index].prompt.conversation
+        if conversation is not None and not answer.is_told:
+            answer.is_told = True
+            is_only = len(self.choices) == 1
+            conversation.answered(answer.token_ids, answer.text, reason, is_only=is_only)
+
     async def aclose(self) -> None:
         """Stops what still runs. Harmless when everything has ended, and when called again."""
         streams, self._streams = self._streams, []
-        for stream in streams:
+        for index, stream in enumerate(streams):
+            self._tell(index, None)
             await stream.aclose()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one choice has generated so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    is_told: bool = False
 
 
 async def _one(stream: RequestStream) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:

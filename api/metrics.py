@@ -173,6 +173,13 @@ class MetricsPage(Collector):
         yield self._gauge(
             "kv_cache_usage_perc", "Device blocks in use, 0 to 1.", stats.kv_cache_usage
         )
+        yield self._gauge("transcript_entries", "Transcripts held.", stats.transcript_entries)
+        yield self._gauge(
+            "transcript_bytes", "Bytes of all records beside the KV.", stats.transcript_bytes
+        )
+        yield self._gauge(
+            "transcript_pending", "Records on their way to the disk.", stats.transcript_pending
+        )
         yield self._gauge(
             "cache_config_info",
             "Shape of the device pool.",
@@ -197,6 +204,16 @@ class MetricsPage(Collector):
                 "Draft tokens accepted.",
                 stats.spec_num_accepted_tokens,
             ),
+            (
+                "transcript_hits",
+                "Chats read with ids that were really generated.",
+                stats.transcript_hits,
+            ),
+            ("transcript_misses", "Chats read by the tokenizer alone.", stats.transcript_misses),
+            ("transcript_reused_tokens", "Ids from transcripts.", stats.transcript_tokens),
+            ("transcript_dropped", "Transcripts found of no use.", stats.transcript_dropped),
+            ("idle_prefills", "Prompts computed ahead in idle time.", stats.idle_prefills),
+            ("idle_prefill_tokens", "Tokens of them.", stats.idle_prefill_tokens),
             ("engine_failed_steps", "Steps that failed.", stats.failed_steps),
             (
                 "engine_failed_checks",

@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from api import errors
+from api.conversation import Conversation
 from api.protocol import ROLES, GenerationBody, is_token_ids
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
     from engine.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 INLINE_CHARS = 16_384  # tokenised on the event loop up to here: a few milliseconds
 # A text with more than this many characters for each token that fits is judged by its beginning.
@@ -30,10 +33,11 @@ PROMPT_SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `text` is what the client wrote, None where it sent token ids."""
+    """One prompt; `text` is what the client wrote, None where it sent token ids or messages."""
 
     token_ids: list[int]
     text: str | None = None
+    conversation: Conversation | None = None  # to be told of the answers
 
 
 def parse_prompts(value: Any) -> list[str | list[int]]:
@@ -126,7 +130,7 @@ _encoders = ThreadPoolExecutor(
 )
 
 
-async def _aside(work: Callable[..., list[int]], *arguments: Any) -> list[int]:
+async def _aside(work: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_encoders, work, *arguments)
 
 
@@ -172,33 +176,58 @@ async def encode_prompt(
 
 
 async def encode_messages(engine: AsyncEngine, value: Any, add_special_tokens: bool) -> Prompt:
-    """Token ids of a conversation with the turn opened for the answer.
+    """Token ids of a conversation with the turn opened for the answer, by the tokenizer alone.
 
     Special tokens come from the template alone; `add_special_tokens` puts those of the tokenizer
     around them. One that is spelled out in a message is plain text. Raises `ApiError` 400 and what
     the template raises.
     """
-    tokenizer = engine.tokenizer
-    template = tokenizer.chat_template
+    messages = await _checked_messages(engine, value)
+    token_ids = await _read(messages, lambda: engine.tokenizer.encode_chat(messages))
+    before, after = _affixes(engine.tokenizer) if add_special_tokens else ([], [])
+    return _chat_prompt([*before, *token_ids, *after])
+
+
+async def encode_conversation(
+    engine: AsyncEngine, value: Any, add_special_tokens: bool, cache_salt: str | None
+) -> Prompt:
+    """The same with the ids that were really generated, as far as they are known under this salt,
+    and with the conversation, which is to be told of the answers."""
+    messages = await _checked_messages(engine, value)
+    space, tokenizer = engine.space(cache_salt), engine.tokenizer
+    reading = await _read(
+        messages, lambda: engine.transcripts.encode(space, tokenizer.render_marked(messages))
+    )
+    before, after = _affixes(tokenizer) if add_special_tokens else ([], [])
+    conversation = None
+    if reading.turn is not None:
+        conversation = Conversation(engine, messages, cache_salt, reading.turn, before)
+    return _chat_prompt([*before, *reading.token_ids, *after], conversation)
+
+
+async def _checked_messages(engine: AsyncEngine, value: Any) -> list[dict[str, Any]]:
+    template = engine.tokenizer.chat_template
     if template is None:
         raise errors.invalid_request(
             f"The model {engine.model.name} has no chat template; use /v1/completions.", "messages"
         )
     messages = parse_messages(value, knows_developer="developer" in template)
-    text = "\n".join(message["content"] for message in messages)
-    await refuse_hopeless(engine, text, "messages")
-    if len(text) <= INLINE_CHARS:
-        token_ids = tokenizer.encode_chat(messages)
-    else:
-        token_ids = await _aside(tokenizer.encode_chat, messages)
-    if add_special_tokens:
-        before, after = _affixes(tokenizer)
-        token_ids = [*before, *token_ids, *after]
+    await refuse_hopeless(engine, "\n".join(m["content"] for m in messages), "messages")
+    return messages
+
+
+async def _read(messages: Sequence[Mapping[str, Any]], work: Callable[[], T]) -> T:
+    """Tokenising `messages`, long ones on the thread."""
+    num_chars = sum(len(message["content"]) for message in messages)
+    return work() if num_chars <= INLINE_CHARS else await _aside(work)
+
+
+def _chat_prompt(token_ids: list[int], conversation: Conversation | None = None) -> Prompt:
     if not token_ids:
         raise errors.invalid_request(
             "'messages' make a prompt without tokens.", "messages", "empty_prompt"
         )
-    return Prompt(token_ids)
+    return Prompt(token_ids, conversation=conversation)
 
 
 def _affixes(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

@@ -4,6 +4,8 @@
     python benchmarks/acceptance.py throughput   32 streams against one, tokens a second
     python benchmarks/acceptance.py restart      6,000 tokens: cold, device hit, kill -9, disk hit
     python benchmarks/acceptance.py chats        8 conversations of 6 turns, cached tokens of each
+    python benchmarks/acceptance.py text-chats   6 turns of text, kill -9 between, with and without
+                                                 the transcripts: cached tokens of each
     python benchmarks/acceptance.py idle         CPU of an idle server, memory after 32 streams
 
 Each starts its own server on a free port with directories of its own and stops it by its process
@@ -24,12 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 
 NEAR_TIE = 1e-2  # two tokens whose logprobs differ by less may swap with summation order
 
@@ -340,6 +343,72 @@ async def chats(work: Path, extra: list[str]) -> dict[str, Any]:
         server.stop()
 
 
+QUESTIONS = (
+    "Tell me a story about a bee that could not find its hive.",
+    "What happened to the bee in the winter?",
+    "Who helped it, and why?",
+    "Tell me how the story ends.",
+    "What should a child learn from it?",
+    "Write three titles for the story.",
+)
+
+
+async def text_chats(work: Path, extra: list[str]) -> dict[str, Any]:
+    """One conversation of six turns through the OpenAI client at temperature 1, 100 tokens each;
+    the server is killed after every turn, once nothing is pending any more."""
+    return {
+        f"transcripts {switch}": [
+            turn async for turn in _text_chat(work / switch, ["--transcript-cache", switch, *extra])
+        ]
+        for switch in ("on", "off")
+    }
+
+
+async def _text_chat(work: Path, arguments: list[str]) -> AsyncIterator[dict[str, Any]]:
+    messages: list[dict[str, str]] = []
+    known = 0  # tokens of the turn before
+    for number, question in enumerate(QUESTIONS):
+        server = Server("--disk-tier", str(work), "--load-policy", "always", *arguments)
+        try:
+            messages.append({"role": "user", "content": question})
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+                model = (await client.models.list()).data[0].id
+                answer = await client.chat.completions.create(
+                    model=model,
+                    messages=messages,
+                    temperature=1.0,
+                    seed=number,
+                    max_tokens=100,
+                )
+            (choice,), usage = answer.choices, answer.usage
+            messages.append({"role": "assistant", "content": choice.message.content})
+            yield {
+                "turn": number + 1,
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "finish_reason": choice.finish_reason,
+                "committed_by_the_turn_before": max(0, known - 1) // 16 * 16,
+                "cached": usage.prompt_tokens_details.cached_tokens,
+            }
+            known = usage.prompt_tokens + usage.completion_tokens
+            async with client_for(server) as plain:
+                await pending_saves_done(plain)
+                await _records_written(plain)
+        finally:
+            server.kill()
+
+
+async def _records_written(client: httpx.AsyncClient) -> None:
+    while True:
+        page = (await client.get("/metrics")).text
+        line = next(
+            line for line in page.splitlines() if line.startswith("vllm:transcript_pending")
+        )
+        if float(line.split()[-1]) == 0:
+            return
+        await asyncio.sleep(0.05)
+
+
 async def idle(work: Path, extra: list[str]) -> dict[str, Any]:
     server = Server("--disk-tier", str(work / "kv"), *extra)
     try:
@@ -370,6 +439,7 @@ RUNS = {
     "throughput": throughput,
     "restart": restart,
     "chats": chats,
+    "text-chats": text_chats,
     "idle": idle,
 }
 

@@ -25,9 +25,12 @@ from engine.load_samples import LoadSamples
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.tokenizer import Tokenizer
+from engine.transcripts import Transcripts
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
+from offload.side_store import SideStore, physical_bytes
+from offload.store_scan import side_path
 from offload.tier import Tier, TierOpenError
 
 if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
@@ -39,6 +42,11 @@ logger = logging.getLogger(__name__)
 ProgressFn = Callable[[str, float], None]
 KV_FORMAT_VERSION = 1
 KV_LAYOUT_NAME = "block,layer,kv,head,token,dim"
+# Records beside the KV are token ids and hashes, a thousandth of its bytes. A disk tier gives up to
+# a sixteenth of its own for them, if that is enough to be worth a file.
+SIDE_STORE_BYTES = 32 << 20
+SIDE_STORE_SHARE = 16
+MIN_SIDE_STORE_BYTES = 64 << 10
 
 
 class Wake:
@@ -67,12 +75,15 @@ class EngineParts:
     kv: KVCacheManager
     core: EngineCore
     offload: OffloadManager
+    side: SideStore
+    transcripts: Transcripts
     torch_thread: ThreadPoolExecutor
     drafter: GuardedDrafter | None
     wake: Wake
 
     async def close(self) -> None:
         """Stop threads and close tiers. The engine loop has ended before."""
+        await asyncio.to_thread(self.side.close)
         await self.offload.close()
         if self.drafter is not None:
             self.drafter.close()
@@ -137,6 +148,7 @@ def _assemble_on_torch_thread(
         )
     wake = Wake()
     tiers = _open_tiers(config, model.fingerprint, model.block_bytes)
+    side = _open_side_store(config, model.fingerprint, tiers)
     offload = OffloadManager(tiers, block_bytes=model.block_bytes, wake=wake)
     samples = LoadSamples(config.verify_loads, config.seed, config.block_size)
     kv = KVCacheManager(
@@ -173,6 +185,13 @@ def _assemble_on_torch_thread(
         kv=kv,
         core=core,
         offload=offload,
+        side=side,
+        transcripts=Transcripts(
+            model.loaded.tokenizer,
+            side,
+            vocab_size=info.vocab_size,
+            enabled=config.transcript_cache == "on",
+        ),
         torch_thread=torch_thread,
         drafter=drafter,
         wake=wake,
@@ -258,6 +277,7 @@ def _open_tiers(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> l
                 block_bytes=block_bytes,
                 capacity_bytes=config.disk_tier_size,
                 ttl_seconds=config.disk_tier_ttl,
+                side_bytes=physical_bytes(limit) if (limit := _side_limit(config)) else 0,
             )
         )
     except TierOpenError as error:
@@ -265,3 +285,18 @@ def _open_tiers(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> l
             raise StartupError(f"--disk-tier {config.disk_tier}: {error}") from error
         logger.warning("serving without the disk tier: %s", error)
     return tiers
+
+
+def _side_limit(config: EngineConfig) -> int:
+    """Bytes of records that the disk tier keeps; 0 where it is too small for any."""
+    room = config.disk_tier_size // SIDE_STORE_SHARE
+    limit = min(SIDE_STORE_BYTES, (room - physical_bytes(0)) // 2)
+    return limit if limit >= MIN_SIDE_STORE_BYTES else 0
+
+
+def _open_side_store(config: EngineConfig, fingerprint: bytes, tiers: Sequence[Tier]) -> SideStore:
+    """Beside the disk tier, or in memory alone where there is none or it is small."""
+    limit = _side_limit(config)
+    if config.disk_tier is None or not limit or not any(isinstance(t, DiskTier) for t in tiers):
+        return SideStore.open(None, max_bytes=SIDE_STORE_BYTES)
+    return SideStore.open(side_path(config.disk_tier, fingerprint), max_bytes=limit)

@@ -32,10 +32,12 @@ from engine.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from engine.idle_prefill import IdlePrefill, TokenSource
 from engine.outputs import FinishReason, RequestOutput, RequestTimes
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
+from offload.tier import BlockHash, OffloadError
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class AsyncEngine:
         self.config = config
         self.model = parts.info
         self.tokenizer = parts.tokenizer
+        self.transcripts = parts.transcripts
         self.fingerprint = parts.fingerprint.hex()
         self.dead_reason: str | None = None
         self.max_request_tokens = parts.kv.capacity_tokens(parts.info.max_model_len)
@@ -115,6 +118,9 @@ class AsyncEngine:
         self._stopping = False
         self._next_check = 0.0
         self._wake = asyncio.Event()
+        self._idle_prefill = IdlePrefill(
+            parts.core, self.max_request_tokens, wake=lambda: self._wake.set()
+        )
         self._round_waiters: list[asyncio.Future[None]] = []
         self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -202,7 +208,7 @@ class AsyncEngine:
             max_tokens=max_tokens,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             seed=self._seed(params),
-            root_hash=root_hash(self._parts.fingerprint, cache_salt),
+            root_hash=self.space(cache_salt),
             arrival_order=self._num_arrivals,
             priority=priority,
             times=RequestTimes(arrival=time.monotonic()),
@@ -210,6 +216,20 @@ class AsyncEngine:
         stream = RequestStream(self, request)
         self._enqueue(request, stream, cache_salt)
         return stream
+
+    def space(self, cache_salt: str | None) -> BlockHash:
+        """What separates tenants: the root of every chain of blocks under this salt."""
+        return root_hash(self._parts.fingerprint, cache_salt)
+
+    def prefill_when_idle(self, source: TokenSource, cache_salt: str | None) -> None:
+        """Compute the KV of a prompt ahead, should the engine come to have nothing else to do.
+
+        `source` is its ids, or a function that finds them out and is called on a thread then. Under
+        load it is dropped sooner or later, and so is whatever waits when the caches are reset or
+        the engine closes; nothing is reported but counters.
+        """
+        if self._accepting and self.healthy:
+            self._idle_prefill.put(source, self.space(cache_salt))
 
     def _enqueue(self, request: Request, stream: RequestStream, salt: str | None) -> None:
         self._known_ids.add(request.request_id)
@@ -269,7 +289,9 @@ class AsyncEngine:
     def check_capacity(self, num_sequences: int) -> None:
         """Raises QueueFullError if that many more sequences cannot be queued."""
         scheduler = self._core.scheduler
-        free_seats = max(0, self.config.max_num_seqs - scheduler.num_active)
+        # What runs in idle time gives its seat up.
+        num_active = scheduler.num_active - (self._idle_prefill.live_id is not None)
+        free_seats = max(0, self.config.max_num_seqs - num_active)
         waiting = len(scheduler.waiting) + len(self._arrivals)
         if waiting + num_sequences > self.config.max_queue + free_seats:
             raise QueueFullError(
@@ -313,6 +335,7 @@ class AsyncEngine:
 
     async def _close(self, drain_timeout: float) -> None:
         if not self._task.done():
+            self._stop_idle_prefill()
             await self._drain(drain_timeout)
             await self._flush_for_close()
             self._stopping = True
@@ -322,7 +345,7 @@ class AsyncEngine:
 
     async def _drain(self, drain_timeout: float) -> None:
         deadline = self._loop.time() + drain_timeout
-        while self._known_ids and not self._task.done():
+        while (self._known_ids or self._idle_prefill.live_id) and not self._task.done():
             left = deadline - self._loop.time()
             if left <= 0.0:
                 for request_id in list(self._known_ids):
@@ -348,7 +371,7 @@ class AsyncEngine:
                 self._finish_round()
                 if did_something or self._arrivals or self._aborts:
                     continue
-                if not await self._audit():
+                if self._core.num_live or not (self._idle_prefill.start() or await self._audit()):
                     await self._sleep()
         except Exception as error:
             logger.exception("the engine loop failed")
@@ -361,8 +384,10 @@ class AsyncEngine:
 
     def _take_inbox(self) -> None:
         self._wake.clear()
-        if self._arrivals or not self._accepting:
+        if not self._accepting:
             self._core.stop_audit()
+        if self._arrivals:
+            self._idle_prefill.give_way()
         while self._arrivals:
             self._core.add(self._arrivals.popleft())
         while self._aborts:
@@ -378,7 +403,14 @@ class AsyncEngine:
 
     async def _audit(self) -> bool:
         """With nothing else to do, a pass of checking loads; False if there is none to do."""
-        return self._accepting and not self._core.num_live and await self._core.audit()
+        return self._accepting and await self._core.audit()
+
+    def _stop_idle_prefill(self) -> None:
+        """Drop what waits, end what runs: between two steps, like every abort."""
+        self._idle_prefill.clear()
+        if (live_id := self._idle_prefill.live_id) is not None:
+            self._aborts.append(live_id)
+            self._wake.set()
 
     async def _sleep(self) -> None:
         """Until somebody calls, a transfer ends or a deadline passes; idle, there is none."""
@@ -421,11 +453,17 @@ class AsyncEngine:
     # --- cache and sight --------------------------------------------------------------------
 
     async def cache_flush(self) -> dict[str, Any]:
-        """Bring every committed block into every tier, synced: `{saved: {...}, failed: {...}}`."""
-        return await self._core.offload.flush(self._round)
+        """Bring every committed block into every tier, synced: `{saved: {...}, failed: {...}}`.
+
+        The records beside them too, as far as their file can be written.
+        """
+        flushed = await self._core.offload.flush(self._round)
+        await self._parts.side.flush()
+        return flushed
 
     async def cache_reset(self, tiers: Sequence[str] | None = None) -> dict[str, int]:
-        """Forget stored blocks in `tiers` (None: all), durably; blocks dropped per tier.
+        """Forget stored blocks in `tiers` (None: all), durably; blocks dropped per tier. With all
+        tiers go the records beside them.
 
         InvalidRequestError for an unknown tier, before anything is dropped; OffloadError where a
         restart may find old blocks, though none is served until then.
@@ -437,12 +475,18 @@ class AsyncEngine:
             raise InvalidRequestError(
                 f"tiers names {unknown[0]!r}; this server has {', '.join(known)}", "tiers"
             )
+        self._stop_idle_prefill()
+        forgets_all = set(wanted) == set(known)
+        if forgets_all:
+            self.transcripts.clear()
         dropped: dict[str, int] = {}
         if "device" in wanted:
             dropped["device"] = self._core.kv.reset(self._core.scheduler.live())
         below = [tier for tier in wanted if tier != "device"]
         dropped.update(await self._core.offload.reset(below))
         self._wake.set()
+        if forgets_all and not await self._parts.side.flush():
+            raise OffloadError("a restart may find old token ids of conversations")
         return dropped
 
     def cache_stats(self) -> dict[str, Any]:
@@ -474,6 +518,14 @@ class AsyncEngine:
         """A snapshot of all counters and gauges; what it holds are copies."""
         stats = self._core.stats()
         stats.num_waiting += len(self._arrivals)
+        transcripts = self.transcripts.stats()
+        stats.transcript_hits = transcripts.hits
+        stats.transcript_misses = transcripts.misses
+        stats.transcript_tokens = transcripts.reused_tokens
+        stats.transcript_dropped = transcripts.dropped
+        stats.transcript_entries = transcripts.entries
+        stats.transcript_bytes = transcripts.bytes
+        stats.transcript_pending = transcripts.pending
         return stats
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadPolicy = Literal["auto", "always", "never"]
+OnOff = Literal["on", "off"]
 
 GIB = 1 << 30
 
@@ -44,4 +45,5 @@ class EngineConfig:
     load_deadline: float = 30.0  # a load unfinished after this is a miss
     speculative: str = "off"  # off | package.module:DrafterClass
     speculative_tokens: int = 4
+    transcript_cache: OnOff = "on"  # chats are read with the ids that were really generated
     seed: int | None = None

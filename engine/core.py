@@ -86,6 +86,7 @@ class EngineCore:
 
     def add(self, live: LiveRequest) -> None:
         """Take a validated request into the queue; its id must not be in use."""
+        self.stop_audit()
         self._live[live.request.request_id] = live
         self.scheduler.add(live.request)
 
@@ -384,15 +385,20 @@ class EngineCore:
     ) -> None:
         """The one way out: commit, free, count, tell the stream exactly once."""
         request = live.request
+        if request.is_background:
+            self.counters.idle_prefills += reason is FinishReason.LENGTH
+            num_computed = request.num_computed_tokens - request.cached.total
+            self.counters.idle_prefill_tokens += max(0, num_computed)
         self.scheduler.finish(request)
         del self._live[request.request_id]
         if self._drafter is not None:
             self._drafter.finish(request.request_id)
         request.finish_reason = reason
         request.times.finished = time.monotonic()
-        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
-        if request.admitted_once:
-            self._count_hits(request)
+        if not request.is_background:
+            self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+            if request.admitted_once:
+                self._count_hits(request)
         live.emit(self._output(live, token_ids or [], logprobs, text, stop_reason, error))
 
     def _count_hits(self, request: Request) -> None:
@@ -444,8 +450,9 @@ class EngineCore:
         """A snapshot; lists and dicts are copies."""
         pool, counters = self.kv.pool, self.counters
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self.scheduler.loading),
+            num_running=sum(not r.is_background for r in self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting)
+            + sum(not r.is_background for r in self.scheduler.loading),
             kv_cache_usage=1.0 - pool.num_available / pool.num_blocks,
             num_blocks=pool.num_blocks,
             block_size=self.kv.block_size,
@@ -466,6 +473,8 @@ class EngineCore:
             drafter_failures={str(k): n for k, n in self._drafter.failures.items()}
             if self._drafter
             else {},
+            idle_prefills=counters.idle_prefills,
+            idle_prefill_tokens=counters.idle_prefill_tokens,
             failed_steps=counters.failed_steps,
             failed_checks=counters.failed_checks,
             load_audits=asdict(self.auditor.counts()) if self.auditor else {},

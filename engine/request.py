@@ -38,6 +38,7 @@ class Request:
     root_hash: BlockHash
     arrival_order: int
     priority: int = 0
+    is_background: bool = False  # nobody asked for it: small steps, and in no user's figures
     times: RequestTimes = field(default_factory=lambda: RequestTimes(arrival=0.0))
 
     state: RequestState = RequestState.WAITING

@@ -23,6 +23,8 @@ MIXED_PREFILL_SHARE = 4
 FAIR_ADMISSION_INTERVAL = 8
 # Rows of one request whose prompt logprobs are wanted: each such row costs a whole logits row.
 MAX_LOGPROB_CHUNK = 128
+# Rows of one step of what nobody asked for: a request that arrives meanwhile waits for it.
+MAX_BACKGROUND_CHUNK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,8 @@ class Scheduler:
                 wanted = self._num_computable(request) - rows[request]
                 if request.wants_prompt_logprobs:
                     wanted = min(wanted, MAX_LOGPROB_CHUNK - rows[request])
+                if request.is_background:
+                    wanted = min(wanted, MAX_BACKGROUND_CHUNK - rows[request])
                 take = min(wanted, amount)
                 rows[request] += take
                 amount -= take

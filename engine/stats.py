@@ -31,6 +31,15 @@ class EngineStats:
     spec_num_accepted_tokens: int = 0
     spec_accepted_per_pos: list[int] = field(default_factory=list)
     drafter_failures: dict[str, int] = field(default_factory=dict)
+    idle_prefills: int = 0  # prompts computed ahead while nothing was asked for
+    idle_prefill_tokens: int = 0
+    transcript_hits: int = 0  # conversations read with ids that were generated
+    transcript_misses: int = 0
+    transcript_tokens: int = 0  # ids taken from transcripts
+    transcript_dropped: int = 0  # transcripts found to be of no use
+    transcript_entries: int = 0
+    transcript_bytes: int = 0  # of all records kept beside the KV
+    transcript_pending: int = 0  # records on their way to the disk tier's directory
     failed_steps: int = 0
     load_audits: dict[str, int] = field(default_factory=dict)  # loaded blocks checked, by result
     failed_checks: int = 0  # idle-time conservation checks that did not add up

@@ -6,7 +6,7 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ REPLACEMENT = "\ufffd"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Drawn around special tokens that stand in a message's own text while its template is rendered.
 _MARK_OPEN, _MARK_CLOSE = "\U000f0000", "\U000f0001"
+_MARKED = re.compile(f"{_MARK_OPEN}([^{_MARK_OPEN}{_MARK_CLOSE}]*){_MARK_CLOSE}")
+_LONE_MARK = re.compile(f"[{_MARK_OPEN}{_MARK_CLOSE}]")
 
 
 @functools.cache
@@ -40,6 +42,7 @@ class Tokenizer:
     Attributes:
         vocab_size: ids are below this, added tokens included.
         special_ids: ids that are control tokens and not shown in text.
+        strips_before, strips_after: those of them that swallow the blanks around them.
         special_tokens: by role, such as `{"bos_token": "<s>"}`.
         chat_template: its jinja2 source, or None.
         class_name: the class that Hugging Face's configuration names.
@@ -59,6 +62,8 @@ class Tokenizer:
         # Not the number of tokens: a vocabulary may have holes.
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.strips_before = frozenset(i for i in self.special_ids if added[i].lstrip)
+        self.strips_after = frozenset(i for i in self.special_ids if added[i].rstrip)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         _apply_affix_flags(backend, config, self.special_tokens)
@@ -143,31 +148,81 @@ class Tokenizer:
         Raises:
             ChatTemplateError: no template, or it refuses these messages.
         """
-        marked, found = _mark(list(messages), self._specials)
-        marked_tools, found_in_tools = _mark(None if tools is None else list(tools), self._specials)
-        text = self.render_chat(
-            marked,
+        return self.encode_marked(
+            self.render_marked(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=template_kwargs,
+            )
+        )
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`render_chat` with marks around every special token that a message or tool spells out.
+
+        Raises:
+            ChatTemplateError: no template, or it refuses these messages.
+        """
+        return self.render_chat(
+            _mark(list(messages), self._specials),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=marked_tools,
+            tools=_mark(None if tools is None else list(tools), self._specials),
             template_kwargs=template_kwargs,
         )
-        if not found and not found_in_tools:
-            return self.encode(text, add_special_tokens=False)
-        return self._encode_marked(text)
 
-    def _encode_marked(self, text: str) -> list[int]:
-        ids: list[int] = []
-        # [text, marked, text, ...]; a template may have torn a pair of marks apart, in which case
-        # the lone mark still keeps its neighbours from joining into a special token.
-        pattern = f"{_MARK_OPEN}([^{_MARK_OPEN}{_MARK_CLOSE}]*){_MARK_CLOSE}"
-        for n, part in enumerate(re.split(pattern, text)):
-            if n % 2:
-                ids += self._encode_literally(part)
+    def mark(self, text: str) -> str:
+        """`text` as an author's: marks around every special token that it spells out."""
+        marked: str = _mark(text, self._specials)
+        return marked
+
+    def split_marked(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """Marked text as runs of plain text and, by id, the special tokens between them."""
+        for piece, is_literal in _pieces(text):
+            if is_literal:
+                yield piece, None
                 continue
-            for piece in re.split(f"[{_MARK_OPEN}{_MARK_CLOSE}]", part):
-                ids += self._encode_inside(piece) if ids else self.encode(piece, False)
+            start = 0
+            for match in self._specials.finditer(piece):
+                token_id = self._backend.token_to_id(match[0])
+                yield piece[start : match.start()], None
+                yield match[0], token_id
+                start = match.end()
+            yield piece[start:], None
+
+    def encode_marked(self, text: str, after: int | None = None) -> list[int]:
+        """Ids of marked text; special tokens between the marks are encoded as plain text.
+
+        `after` is the id of the token that it follows, which a tokenizer may treat otherwise than
+        the beginning of a text.
+        """
+        ids: list[int] = []
+        for piece, is_literal in _pieces(text):
+            if is_literal:
+                ids += self._encode_literally(piece)
+            elif ids:
+                ids += self._encode_inside(piece)
+            else:
+                ids += self._encode_after(after, piece)
         return ids
+
+    def _encode_after(self, token_id: int | None, text: str) -> list[int]:
+        if token_id is None:
+            return self.encode(text, False)
+        if token_id in self.special_ids and text:
+            ids = self.encode((self._backend.id_to_token(token_id) or "") + text, False)
+            if ids[:1] == [token_id]:
+                return ids[1:]
+        return self._encode_inside(text)
 
     def _encode_literally(self, text: str) -> list[int]:
         """Encode a special token's spelling as text: cut in two, neither half matches it."""
@@ -184,6 +239,14 @@ class Tokenizer:
         newline = self.encode("\n", False)
         ids = self.encode("\n" + text, False)
         return ids[len(newline) :] if ids[: len(newline)] == newline else self.encode(text, False)
+
+    def normalized(self, text: str) -> str:
+        """`text` as its tokens' bytes spell it, where the tokenizer rewrites characters first."""
+        normalizer = self._backend.normalizer
+        if normalizer is None or not self._is_byte_level:
+            return text
+        rewritten: str = normalizer.normalize_str(text)
+        return rewritten
 
     def stream_decoder(self, prompt_ids: Sequence[int] = ()) -> TokenStream:
         """A decoder for tokens that follow `prompt_ids`, one at a time."""
@@ -356,16 +419,26 @@ def _apply_affix_flags(
     backend.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=used)
 
 
-def _mark(value: Any, specials: re.Pattern[str]) -> tuple[Any, bool]:
-    """Draw marks around special tokens in every text inside `value`; says if there were any."""
+def _mark(value: Any, specials: re.Pattern[str]) -> Any:
+    """Draw marks around special tokens in every text inside `value`."""
     if isinstance(value, str):
         bare = value.replace(_MARK_OPEN, "").replace(_MARK_CLOSE, "")
-        marked = specials.sub(lambda match: f"{_MARK_OPEN}{match[0]}{_MARK_CLOSE}", bare)
-        return (marked, True) if marked != bare else (bare, False)
+        return specials.sub(lambda match: f"{_MARK_OPEN}{match[0]}{_MARK_CLOSE}", bare)
     if isinstance(value, Mapping):
-        pairs = {key: _mark(item, specials) for key, item in value.items()}
-        return {k: v for k, (v, _) in pairs.items()}, any(found for _, found in pairs.values())
+        return {key: _mark(item, specials) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_mark(item, specials) for item in value]
-        return [item for item, _ in items], any(found for _, found in items)
-    return value, False
+        return [_mark(item, specials) for item in value]
+    return value
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Marked text in pieces without marks; true for what stood between a pair of them.
+
+    A template may have torn a pair apart; the lone mark still keeps its neighbours from joining
+    into a special token.
+    """
+    for n, part in enumerate(_MARKED.split(text)):
+        if n % 2:
+            yield part, True
+        else:
+            yield from ((piece, False) for piece in _LONE_MARK.split(part))

@@ -7,7 +7,8 @@
                                             0600  a published record, see block_file
         .tmp.<pid>.<token>.<n>              0600  being written; its writer holds a lock on it
       .ledger                               0600  how many bytes all this occupies, see ledger
-      <fingerprint, 64 hex>.side*           0600  what else is kept for it, beside its blocks
+      <fingerprint, 64 hex>.side*           0600  small records beside its blocks, see side_store;
+                                                  .side.bad was found damaged
       .trash.<pid>.<token>.<n>/             what a reset renamed away; nobody reads it
 
 A name says what an index wants to know without opening the file: the block, and the beginnings of
@@ -25,6 +26,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple
 
 from offload.block_file import BlockName
@@ -104,6 +106,11 @@ def _parse_hash(prefix: str, name: str) -> BlockHash | None:
 def is_fingerprint(name: str) -> bool:
     """Whether a name in the store's directory is that of a fingerprint."""
     return len(name) == 64 and _HEX.issuperset(name)
+
+
+def side_path(directory: Path, fingerprint: bytes) -> Path:
+    """Where the side store of a fingerprint lies."""
+    return directory / f"{fingerprint.hex()}{SIDE_SUFFIX}"
 
 
 def is_side_name(name: str) -> bool:

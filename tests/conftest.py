@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,5 +17,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache directory of the engines under test: the kernel is built once."""
-    return tmp_path_factory.mktemp("cache")
+    """The cache directory of the engines under test: each kernel is built once.
+
+    `make mutants` runs many processes and names one directory for all of them.
+    """
+    shared = os.environ.get("MUTANTS_CACHE")
+    return Path(shared) if shared else tmp_path_factory.mktemp("cache")

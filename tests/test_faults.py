@@ -79,8 +79,9 @@ async def test_a_bad_block_in_mid_prefix_shortens_the_hit(
             victim.write_bytes(victim.read_bytes()[:-100])
         elif damage == "flip":
             content = bytearray(victim.read_bytes())
-            content[len(content) // 2] ^= 4
-            victim.write_bytes(content)
+            content[-100] ^= 4  # of the payload
+            (tmp_path / "damaged").write_bytes(content)
+            (tmp_path / "damaged").replace(victim)  # never seen half written
         else:
             victim.unlink()
         answer = await ask(engine, PROMPT, greedy(5))
@@ -207,6 +208,20 @@ async def test_a_full_disk_stores_nothing_and_saving_resumes(
     async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
         for prompt in (PROMPT, PROMPT[::-1]):
             assert (await ask(engine, prompt)).cached.disk == 10 * BLOCK_SIZE
+
+
+async def test_closing_saves_what_could_not_be_saved_before(
+    tiny_llama: Path, kernel_cache: Path, tmp_path: Path, disk: list[FaultyTier]
+) -> None:
+    store = tmp_path / "kv"
+    async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
+        disk[0].faults["write"] = OSError(errno.ENOSPC, "planted")
+        await ask(engine, PROMPT)
+        await saves_done(engine)
+        assert engine.stats().tiers["disk"].blocks == 0
+        disk[0].faults.clear()
+    async with engine_with_disk(tiny_llama, kernel_cache, store) as engine:
+        assert (await ask(engine, PROMPT)).cached.disk == 10 * BLOCK_SIZE
 
 
 async def test_saves_finish_while_the_engine_is_idle(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from api.cli.store import store_verify
 from tests.api.command import PATIENCE, Command
@@ -56,12 +57,20 @@ def start(model: Path, cache: Path, store: Path) -> Command:
 def test_killed_in_the_middle_of_saving(
     tiny_llama: Path, kernel_cache: Path, tmp_path: Path
 ) -> None:
-    store = tmp_path / "kv"
+    kill_rounds(NUM_ROUNDS, tiny_llama, kernel_cache, tmp_path / "kv")
+
+
+@pytest.mark.soak
+def test_killed_a_hundred_times(tiny_llama: Path, kernel_cache: Path, tmp_path: Path) -> None:
+    kill_rounds(100, tiny_llama, kernel_cache, tmp_path / "kv")
+
+
+def kill_rounds(num_rounds: int, model: Path, cache: Path, store: Path) -> None:
     rng = random.Random(1)
     truths: dict[int, Any] = {}
     num_hits = 0
-    for _ in range(NUM_ROUNDS):
-        server = start(tiny_llama, kernel_cache, store)
+    for _ in range(num_rounds):
+        server = start(model, cache, store)
         try:
             with httpx.Client(base_url=server.ready(), timeout=PATIENCE) as http:
                 for number, prompt in enumerate(prompts()):

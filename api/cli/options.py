@@ -313,6 +313,12 @@ class ServeOptions:
         SWITCH, TIERS, False, "Serve without the disk tier if it cannot be opened."
     )
     offload_prompt_only: bool = option(SWITCH, TIERS, False, "Keep prompts, not generated tokens.")
+    transcript_cache: str = option(
+        choice("on", "off"),
+        TIERS,
+        "on",
+        "Read chats with the token ids that were really generated.",
+    )
     load_policy: str = option(
         choice("auto", "always", "never"),
         TIERS,

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload import side_store
 from offload.block_file import BlockCorruptError
 from offload.store_audit import audit
 from offload.store_scan import (
+    SIDE_SUFFIX,
     Kind,
     StoreFile,
     open_directory,
@@ -114,9 +116,12 @@ def store_verify(directory: Path) -> int:
         num_good = 0
         bad = []
         for file in scan(dir_fd):
-            if file.kind is not Kind.BLOCK:
+            if file.kind is Kind.SIDE and file.path.endswith(SIDE_SUFFIX):
+                problem = side_store.problem(directory / file.path)
+            elif file.kind is Kind.BLOCK:
+                problem = _problem(dir_fd, file)
+            else:
                 continue
-            problem = _problem(dir_fd, file)
             if problem is None:
                 num_good += 1
             elif problem:
@@ -183,6 +188,8 @@ def _condemned(
                 tuple(keep_fingerprint)
             ):
                 yield file, "other fingerprint"
+            elif file.path.endswith(side_store.SET_ASIDE_SUFFIX):
+                yield file, "set aside as damaged"
         elif file.kind is Kind.BLOCK:
             name = file.fingerprint or ""
             if keep_fingerprint and not any(name.startswith(kept) for kept in keep_fingerprint):

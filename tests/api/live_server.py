@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import httpx
@@ -99,6 +100,22 @@ class LiveServer:
         while not condition():
             assert time.monotonic() < deadline, "it never came true"
             time.sleep(0.005)
+
+    @contextlib.contextmanager
+    def slow_steps(self, seconds: float = 0.02) -> Iterator[None]:
+        """Each step of the engine takes that much longer: nobody is done before a test is."""
+        core = self.engine._core
+        plain_step = core.step
+
+        async def slow_step() -> bool:
+            await asyncio.sleep(seconds)
+            return await plain_step()
+
+        core.step = slow_step  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            core.step = plain_step  # type: ignore[method-assign]
 
     def wait_idle(self) -> None:
         """Until nothing runs or waits any more."""

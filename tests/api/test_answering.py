@@ -191,13 +191,16 @@ LONG = {"prompt": "The", "max_tokens": 1000, "ignore_eos": True}
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_left_alone_stops(server: LiveServer, n: int) -> None:
-    for _ in range(2 * server.config.max_num_seqs // n):
+    before = server.engine.stats().finished.get("abort", 0)
+    num_streams = 2 * server.config.max_num_seqs // n
+    for _ in range(num_streams):
         with (
             server.client() as client,
             client.stream("POST", "/v1/completions", json={**LONG, "n": n, "stream": True}) as got,
         ):
             assert next(got.iter_lines()).startswith("data: {")
     server.wait_idle()
+    assert server.engine.stats().finished["abort"] == before + num_streams * n
     assert server.openai().completions.create(model="tiny", prompt="x", max_tokens=1).choices
 
 

@@ -39,6 +39,7 @@ CONTRACT = {
     "--disk-tier-ttl",
     "--disk-tier-optional",
     "--offload-prompt-only",
+    "--transcript-cache",
     "--load-policy",
     "--verify-loads",
     "--speculative",

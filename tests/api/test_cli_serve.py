@@ -79,6 +79,7 @@ def test_every_setting_reaches_the_engine():
         disk_tier_optional=True,
         offload_prompt_only=True,
         load_policy="never",
+        transcript_cache="off",
         speculative="a:B",
         speculative_tokens=2,
         seed=11,

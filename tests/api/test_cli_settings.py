@@ -57,6 +57,7 @@ def test_every_option_can_be_given_everywhere(config):
         "disk_tier_optional": ("true", "true", True),
         "offload_prompt_only": ("1", "true", True),
         "verify_loads": ("0.25", "0.25", 0.25),
+        "transcript_cache": ("off", '"off"', "off"),
         "load_policy": ("never", '"never"', "never"),
         "speculative": ("a.b:C", '"a.b:C"', "a.b:C"),
         "speculative_tokens": ("2", "2", 2),

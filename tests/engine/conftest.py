@@ -8,12 +8,6 @@ from engine.kernels import VARIANTS, Kernels, build_library
 from engine.kernels.build import cpu_flags
 
 
-@pytest.fixture(scope="session")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory of the session, so that each variant is compiled once."""
-    return tmp_path_factory.mktemp("kernel-cache")
-
-
 @pytest.fixture(
     scope="session",
     params=[name for name, variant in VARIANTS.items() if variant.needs <= cpu_flags()],

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from engine.block_pool import BlockPool
 from engine.kv_cache_manager import KVCacheManager
+from engine.kv_loads import KVLoads
 from engine.request import Request
 from engine.scheduler import Scheduler, SchedulerLimits
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
+from offload.tier import BlockHash, BlockKey, BlockMeta
+from offload.transfers import CopyIn
 from tests.engine.planning import BLOCK_SIZE, FINGERPRINT, make_request, run_to_end, settle
 
 BLOCK_BYTES = 4096
@@ -59,3 +63,115 @@ def test_promoting_a_head_does_not_evict_the_tail_of_the_same_hit(scheduler: Sch
         sources.count("disk") * BLOCK_SIZE,
     )
     scheduler.kv.check([])
+
+
+class ScriptedOffload:
+    """Holds every block; loads end when the test says so."""
+
+    def __init__(self) -> None:
+        self.loads: list[BlockKey] = []
+        self.cancelled: list[int] = []
+        self.held: list[BlockKey] = []
+
+    def load(self, key: BlockKey, block_id: int, tier: str | None = None) -> int:
+        self.loads.append(key)
+        return len(self.loads)
+
+    def cancel(self, ticket: int) -> None:
+        self.cancelled.append(ticket)
+
+    def hold(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
+        self.held.append(key)
+
+
+KEY = BlockKey(BlockHash(b"k" * 32), 0)
+META = BlockMeta(BlockHash(b"p" * 32), (1, 2, 3, 4), BlockHash(b"r" * 32))
+
+
+class Loading:
+    """Requests that all want block 3 of theirs to be KEY, and the pool it is loaded into."""
+
+    def __init__(self, num_requests: int = 1) -> None:
+        self.pool = BlockPool(4, on_evict=lambda key: None)
+        self.offload = ScriptedOffload()
+        self.loads = KVLoads(self.pool, self.offload)  # type: ignore[arg-type]
+        self.requests = [make_request(17) for _ in range(num_requests)]
+        self.block_id = self.pool.allocate()
+        self.loads.start(self.requests[0], 3, KEY, META, self.block_id, "disk")
+        for request in self.requests[1:]:
+            self.pool.reference(self.block_id)
+            self.loads.join(request, 3, KEY)
+
+    def hand_out(self) -> None:
+        self.loads.copying([CopyIn(1, KEY, self.block_id, memoryview(b""))])
+
+    def go(self, request: Request) -> None:
+        """`request` gives up its block, as an abort does."""
+        self.loads.leave(request)
+        self.pool.release(self.block_id)
+
+    @property
+    def num_references(self) -> int:
+        return self.pool.ref_count(self.block_id)
+
+
+def test_a_block_is_found_only_once_its_bytes_are_in_place() -> None:
+    loading = Loading()
+    assert loading.pool.lookup(KEY) is None
+    loading.hand_out()
+    assert loading.pool.lookup(KEY) is None  # handed out is not written
+    assert loading.loads.loaded(1) == loading.requests
+    assert loading.pool.lookup(KEY) == loading.block_id
+    assert loading.offload.held == [KEY]
+    assert loading.requests[0].pending_loads == {}
+
+
+def test_requests_that_want_one_block_share_one_load() -> None:
+    loading = Loading(num_requests=3)
+    assert loading.offload.loads == [KEY]
+    assert loading.num_references == 4  # each request's, and the load's
+    loading.hand_out()
+    assert loading.loads.loaded(1) == loading.requests
+    assert [request.pending_loads for request in loading.requests] == [{}, {}, {}]
+    assert loading.num_references == 3
+
+
+def test_a_failed_load_is_told_to_everyone_and_published_to_nobody() -> None:
+    loading = Loading(num_requests=3)
+    assert loading.loads.failed(1) == [(request, 3) for request in loading.requests]
+    assert [request.pending_loads for request in loading.requests] == [{}, {}, {}]
+    assert loading.pool.lookup(KEY) is None
+    assert loading.loads.find(KEY) is None
+    assert loading.num_references == 3
+    assert loading.loads.failed(1) == []  # told once
+
+
+def test_the_last_to_leave_cancels_the_load() -> None:
+    loading = Loading(num_requests=2)
+    loading.go(loading.requests[0])
+    assert loading.offload.cancelled == []
+    loading.go(loading.requests[1])
+    assert loading.offload.cancelled == [1]
+    assert loading.num_references == 0
+
+
+def test_a_load_abandoned_while_it_is_copied_keeps_its_block_until_the_copy_has_ended() -> None:
+    """Freed earlier, the block could be somebody else's when the bytes arrive."""
+    loading = Loading()
+    loading.hand_out()
+    loading.go(loading.requests[0])
+    assert loading.offload.cancelled == []
+    assert loading.num_references == 1
+    assert loading.block_id not in [loading.pool.allocate() for _ in range(3)]
+    assert loading.loads.loaded(1) == []
+    assert loading.num_references == 0
+    assert loading.pool.lookup(KEY) == loading.block_id  # whole and verified: somebody may use it
+
+
+def test_a_load_of_before_a_reset_serves_its_waiters_alone() -> None:
+    loading = Loading()
+    loading.loads.reset()
+    assert loading.loads.find(KEY) is None
+    loading.hand_out()
+    assert loading.loads.loaded(1) == loading.requests
+    assert loading.pool.lookup(KEY) is None

@@ -56,12 +56,13 @@ def physical_bytes(path: Path) -> int:
 
 
 class FaultyTier:
-    """A real tier whose blocking calls fail or hang on demand."""
+    """A real tier whose blocking calls fail, hang or take their time on demand."""
 
     def __init__(self, inner: Tier) -> None:
         self._inner = inner
         self.faults: dict[str, Exception] = {}
         self.hanging: set[str] = set()
+        self.delays: dict[str, float] = {}  # seconds
         self.release = threading.Event()
         self.calls: list[str] = []
 
@@ -72,6 +73,8 @@ class FaultyTier:
         self.calls.append(name)
         if name in self.hanging:
             self.release.wait(30)
+        if name in self.delays:
+            time.sleep(self.delays[name])
         if name in self.faults:
             raise self.faults[name]
         return getattr(self._inner, name)(*args)

@@ -403,6 +403,7 @@ def test_what_another_server_has_just_used_is_spared(open_disk: OpenDisk, store:
     results = []
     while not results or results[-1].error is None:
         number = 10 + len(results)
+        assert number < 40, "everything of theirs was evicted"
         reservation = tier.reserve(key(number), meta(number))
         assert reservation is not None
         results.append(tier.write(reservation, meta(number), memoryview(content(number))))

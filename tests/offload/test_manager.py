@@ -504,12 +504,33 @@ async def test_a_copy_under_way_keeps_its_source_through_a_reset(cpu: CpuTier) -
     for number in range(10, 18):  # fill every other slot
         planner.commit(number)
     out = planner.manager.poll()
+    assert out.failed_loads == []  # it is being copied: its end is reported by who copies
     for copy in out.copies_out:
         copy.destinations[0][:] = bytes(BLOCK_BYTES)
     planner.execute(transfers)
     assert planner.device[50] == content(1)
     planner.manager.copied_out(out.copies_out)
     planner.manager.check()
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+async def test_a_load_not_yet_copied_fails_with_the_reset_of_its_tier(
+    tier: str, cpu: CpuTier, open_disk: OpenDisk
+) -> None:
+    """Its bytes are there and whole, but they are of before the reset."""
+    planner = Planner(cpu, open_disk())
+    planner.commit(1)
+    planner.settle()
+    ticket = planner.manager.load(key(1), 50, tier)
+    if tier == "disk":
+        planner.manager.start_loads()
+        while not planner.manager._loads.has_news:
+            planner.manager._gather()
+            await asyncio.sleep(0.001)
+    await planner.manager.reset([tier])
+    transfers = planner.round()
+    assert (transfers.failed_loads, transfers.copies_in) == ([ticket], [])
+    assert planner.device[50] == bytes(BLOCK_BYTES)
 
 
 async def test_a_reset_that_is_not_durable_says_so(open_disk: OpenDisk) -> None:
