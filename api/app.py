@@ -10,7 +10,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api import cache, chat, completions, errors, health, models, tokens
+from api import (
+    cache,
+    cache_explain,
+    cache_steering,
+    chat,
+    completions,
+    errors,
+    health,
+    models,
+    tokens,
+)
 from api.context import Context
 from api.gate import Gate
 from api.holder import EngineHolder
@@ -43,7 +53,8 @@ def create_app(settings: ServerSettings, holder: EngineHolder) -> FastAPI:
     app.add_exception_handler(errors.ApiError, _told)
     app.add_exception_handler(OverwinterError, _told)
     app.add_exception_handler(HTTPException, _http_error)
-    for module in (completions, chat, models, tokens, cache, health):
+    modules = (completions, chat, models, tokens, cache, cache_steering, cache_explain, health)
+    for module in modules:
         app.include_router(module.router(context))
     return app
 

@@ -27,14 +27,17 @@ def router(context: Context) -> APIRouter:
 
     @routes.post("/reset", openapi_extra=schema_of(CacheResetBody, required=False))
     async def reset(request: Request) -> dict[str, Any]:
-        """Nothing stored, queued or in flight before it is ever served again."""
+        """Nothing stored, queued or in flight before it is ever served again: of everything, of a
+        salt, or of a conversation."""
         raw = await read_optional_json(request, context.settings.max_body_bytes)
         body = parse(CacheResetBody, raw, context.metrics)
         engine = context.holder.loaded()
         present = engine.cache_stats()["tiers"]
         wanted = None if body.tiers is None else [tier for tier in body.tiers if tier in present]
         try:
-            dropped = await engine.cache_reset(wanted)
+            dropped = await engine.cache_reset(
+                wanted, cache_salt=body.cache_salt, prompt_cache_key=body.prompt_cache_key
+            )
         except OffloadError as error:  # whoever resets has to know that a restart may undo it
             raise errors.internal(f"The reset is not durable: {error}.") from error
         if body.tiers is None:

@@ -86,6 +86,12 @@ class Gate:
         return None if not keys or _matches(given, keys) else errors.unauthorized()
 
 
+def is_admin(settings: ServerSettings, headers: Headers) -> bool:
+    """Whether the request carries the admin key. Where there is none, nobody is."""
+    keys = (settings.admin_key.encode(),) if settings.admin_key else ()
+    return _matches(_bearer(headers), keys)
+
+
 def _bearer(headers: Headers) -> bytes:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     # Starlette decodes headers as latin-1; encoding so gives back the bytes that were sent.

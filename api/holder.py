@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from api import errors
+from api.activity import ActivityLog
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
@@ -39,6 +40,7 @@ class EngineHolder:
         self.draining = False
         self._loading: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._activity: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to load. Call it once, on the server's event loop."""
@@ -64,6 +66,7 @@ class EngineHolder:
         if self.draining:
             engine.stop_intake()
         self.engine = engine
+        self._activity = asyncio.create_task(ActivityLog(engine.stats).run(), name="activity log")
         self._report("ready", 100.0)
 
     def _report(self, phase: str, percent: float) -> None:
@@ -121,3 +124,5 @@ class EngineHolder:
             await asyncio.wait((self._loading,))
         if self.engine is not None:
             await self.engine.close(drain_timeout)
+        if self._activity is not None:
+            self._activity.cancel()

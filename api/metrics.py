@@ -225,6 +225,11 @@ class MetricsPage(Collector):
                 "Stored tokens that the load policy chose to recompute.",
                 stats.recomputed_by_choice,
             ),
+            (
+                "prefill_seconds_saved",
+                "Seconds that computing the cached tokens would have taken.",
+                stats.prefill_seconds_saved,
+            ),
         ):
             yield self._counter(name, text, value)
         yield self._counters(

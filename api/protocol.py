@@ -15,6 +15,7 @@ from api.body import AsksNothing, Body
 from engine.sampling_params import MAX_LOGPROBS
 
 MAX_CHOICES = 128
+MAX_TTL_SECONDS = 366 * 86400.0
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -61,6 +62,7 @@ def is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
+CacheSalt = Annotated[str | None, Field(min_length=1)]
 TokenIds = Annotated[list[int], BeforeValidator(_token_ids)]
 
 # What other engines or OpenAI know and we do not, each with what asks for nothing.
@@ -130,7 +132,7 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_without_nulls)] = None
     priority: int = 0
-    cache_salt: str | None = Field(None, min_length=1)
+    cache_salt: CacheSalt = None
     prompt_cache_key: str | None = None
     return_token_ids: bool = False
 
@@ -223,7 +225,7 @@ class DetokenizeBody(Body):
 
 
 class CacheResetBody(Body):
-    """`POST /cache/reset`; without `tiers`, all of them.
+    """`POST /cache/reset`; without `tiers`, all of them, and without the rest, everything.
 
     An unknown field is an error here: a misspelt `tiers` would drop every tier.
     """
@@ -231,8 +233,26 @@ class CacheResetBody(Body):
     refuses_unknown = True
 
     tiers: list[Literal["device", "cpu", "disk"]] | None = None
+    cache_salt: CacheSalt = None
+    prompt_cache_key: str | None = Field(None, min_length=1)
 
-    unsupported: ClassVar[dict[str, AsksNothing]] = {
-        "cache_salt": _empty,
-        "prompt_cache_key": _empty,
-    }
+
+class ConversationBody(Body):
+    """`POST /cache/unpin`: exactly one of the first three names the conversation.
+
+    An unknown field is an error here: a misspelt `cache_salt` would name another tenant's.
+    """
+
+    refuses_unknown = True
+
+    prompt_cache_key: str | None = Field(None, min_length=1)
+    prompt: Any = None  # one text or a list of token ids
+    messages: Any = None  # see `prompts.parse_messages`
+    cache_salt: CacheSalt = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+
+
+class ConversationTtlBody(ConversationBody):
+    """`POST /cache/pin` and `/cache/prefetch`."""
+
+    ttl_seconds: float | None = Field(None, gt=0, allow_inf_nan=False, le=MAX_TTL_SECONDS)

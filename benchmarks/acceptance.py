@@ -382,7 +382,7 @@ async def _text_chat(work: Path, arguments: list[str]) -> AsyncIterator[dict[str
                 )
             (choice,), usage = answer.choices, answer.usage
             messages.append({"role": "assistant", "content": choice.message.content})
-            yield {
+            turn = {
                 "turn": number + 1,
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
@@ -390,6 +390,8 @@ async def _text_chat(work: Path, arguments: list[str]) -> AsyncIterator[dict[str
                 "committed_by_the_turn_before": max(0, known - 1) // 16 * 16,
                 "cached": usage.prompt_tokens_details.cached_tokens,
             }
+            print(json.dumps(turn), file=sys.stderr)  # minutes lie between two of them
+            yield turn
             known = usage.prompt_tokens + usage.completion_tokens
             async with client_for(server) as plain:
                 await pending_saves_done(plain)

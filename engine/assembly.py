@@ -24,6 +24,7 @@ from engine.load_policy import LoadChooser
 from engine.load_samples import LoadSamples
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sessions import Sessions
 from engine.tokenizer import Tokenizer
 from engine.transcripts import Transcripts
 from offload.cpu_tier import CpuTier
@@ -80,6 +81,7 @@ class EngineParts:
     torch_thread: ThreadPoolExecutor
     drafter: GuardedDrafter | None
     wake: Wake
+    sessions: Sessions
 
     async def close(self) -> None:
         """Stop threads and close tiers. The engine loop has ended before."""
@@ -159,6 +161,7 @@ def _assemble_on_torch_thread(
         offload_prompt_only=config.offload_prompt_only,
         samples=samples if config.verify_loads else None,
     )
+    sessions = Sessions(side)
     chooser = LoadChooser(config.load_policy, config.block_size, offload)
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
     core = EngineCore(
@@ -175,6 +178,7 @@ def _assemble_on_torch_thread(
         if (threshold := model.audit_threshold)
         else None,
         reporter=AuditReporter(config.cache_dir, model.fingerprint),
+        sessions=sessions,
     )
     progress("ready", 100.0)
     return EngineParts(
@@ -195,6 +199,7 @@ def _assemble_on_torch_thread(
         torch_thread=torch_thread,
         drafter=drafter,
         wake=wake,
+        sessions=sessions,
     )
 
 

@@ -18,11 +18,11 @@ import random
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from engine.assembly import EngineParts, assemble
 from engine.block_hash import root_hash
+from engine.cache_control import CacheControl, CacheSelector
 from engine.config import EngineConfig
 from engine.core import LiveRequest
 from engine.detokenizer import Detokenizer
@@ -32,12 +32,15 @@ from engine.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from engine.explanation import Explainer, SaltsSeen
 from engine.idle_prefill import IdlePrefill, TokenSource
 from engine.outputs import FinishReason, RequestOutput, RequestTimes
+from engine.prefetch import Prefetcher
 from engine.request import Request
+from engine.request_stream import RequestStream
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
-from offload.tier import BlockHash, OffloadError
+from offload.tier import BlockHash
 
 logger = logging.getLogger(__name__)
 
@@ -48,52 +51,6 @@ IDLE_CHECK_SECONDS = 60.0
 OFFLOAD_POLL_SECONDS = 1.0
 # A flush at shutdown waits this long for a slow disk, then gives up what is not yet stored.
 CLOSE_FLUSH_SECONDS = 30.0
-
-
-class RequestStream:
-    """Async iterator over one request's outputs; ends after the one with a finish reason.
-
-    Cancelling an iteration loses nothing: the next one continues. `aclose` aborts the request if
-    it has not finished.
-    """
-
-    def __init__(self, engine: AsyncEngine, request: Request) -> None:
-        self._engine = engine
-        self._request = request
-        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
-        self._ended = False
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return list(self._request.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._request.num_prompt_tokens
-
-    def put(self, output: RequestOutput) -> None:
-        """For the engine: the next event."""
-        self._outputs.put_nowait(output)
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        output = await self._outputs.get()
-        self._ended = output.finish_reason is not None
-        return output
-
-    async def aclose(self) -> None:
-        """Abort unless finished; no event follows. Safe to call twice."""
-        if not self._ended:
-            self._ended = True
-            await self._engine.abort(self.request_id)
 
 
 class AsyncEngine:
@@ -124,6 +81,22 @@ class AsyncEngine:
         self._round_waiters: list[asyncio.Future[None]] = []
         self._drained = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._salts = SaltsSeen()
+        self._explainer = Explainer(self._core.scheduler, parts.fingerprint, self._salts)
+        self._cache = CacheControl(
+            parts.core,
+            fingerprint=parts.fingerprint,
+            block_bytes=parts.block_bytes,
+            sessions=parts.sessions,
+            side=parts.side,
+            transcripts=parts.transcripts,
+            prefetcher=Prefetcher(
+                parts.core.scheduler,
+                stall_seconds=config.load_deadline,
+                is_alive=lambda: not self._task.done(),
+            ),
+            pump=self._round,
+        )
         parts.wake.bind(self._wake_from_thread)
         parts.offload.probe()
         self._closing: asyncio.Task[None] | None = None
@@ -213,8 +186,9 @@ class AsyncEngine:
             priority=priority,
             times=RequestTimes(arrival=time.monotonic()),
         )
-        stream = RequestStream(self, request)
-        self._enqueue(request, stream, cache_salt)
+        stream = RequestStream(request, self.abort)
+        self._salts.note(cache_salt)
+        self._enqueue(request, stream, cache_salt, prompt_cache_key)
         return stream
 
     def space(self, cache_salt: str | None) -> BlockHash:
@@ -231,7 +205,9 @@ class AsyncEngine:
         if self._accepting and self.healthy:
             self._idle_prefill.put(source, self.space(cache_salt))
 
-    def _enqueue(self, request: Request, stream: RequestStream, salt: str | None) -> None:
+    def _enqueue(
+        self, request: Request, stream: RequestStream, salt: str | None, cache_key: str | None
+    ) -> None:
         self._known_ids.add(request.request_id)
 
         def emit(output: RequestOutput) -> None:
@@ -244,7 +220,7 @@ class AsyncEngine:
             request.params.stop,
             request.params.min_tokens,
         )
-        self._arrivals.append(LiveRequest(request, detokenizer, emit, salt))
+        self._arrivals.append(LiveRequest(request, detokenizer, emit, salt, cache_key))
         self._wake.set()
 
     def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
@@ -453,66 +429,79 @@ class AsyncEngine:
     # --- cache and sight --------------------------------------------------------------------
 
     async def cache_flush(self) -> dict[str, Any]:
-        """Bring every committed block into every tier, synced: `{saved: {...}, failed: {...}}`.
+        """Bring every committed block into every tier, synced: `{saved: {...}, failed: {...}}`."""
+        return await self._cache.flush()
 
-        The records beside them too, as far as their file can be written.
-        """
-        flushed = await self._core.offload.flush(self._round)
-        await self._parts.side.flush()
-        return flushed
-
-    async def cache_reset(self, tiers: Sequence[str] | None = None) -> dict[str, int]:
+    async def cache_reset(
+        self,
+        tiers: Sequence[str] | None = None,
+        *,
+        cache_salt: str | None = None,
+        prompt_cache_key: str | None = None,
+    ) -> dict[str, int]:
         """Forget stored blocks in `tiers` (None: all), durably; blocks dropped per tier. With all
         tiers go the records beside them.
 
+        With a salt, those of that salt alone, earlier runs' included; with a key, those known of
+        that conversation (of that salt), blocks that it shares with others included.
         InvalidRequestError for an unknown tier, before anything is dropped; OffloadError where a
         restart may find old blocks, though none is served until then.
         """
-        known = ["device", *self._core.offload.stats()]
-        wanted = known if tiers is None else list(tiers)
-        unknown = [tier for tier in wanted if tier not in known]
-        if unknown:
-            raise InvalidRequestError(
-                f"tiers names {unknown[0]!r}; this server has {', '.join(known)}", "tiers"
-            )
         self._stop_idle_prefill()
-        forgets_all = set(wanted) == set(known)
-        if forgets_all:
-            self.transcripts.clear()
-        dropped: dict[str, int] = {}
-        if "device" in wanted:
-            dropped["device"] = self._core.kv.reset(self._core.scheduler.live())
-        below = [tier for tier in wanted if tier != "device"]
-        dropped.update(await self._core.offload.reset(below))
+        dropped = await self._cache.reset(tiers, cache_salt, prompt_cache_key)
         self._wake.set()
-        if forgets_all and not await self._parts.side.flush():
-            raise OffloadError("a restart may find old token ids of conversations")
         return dropped
+
+    def cache_pin(
+        self, selector: CacheSelector, ttl_seconds: float | None = None
+    ) -> dict[str, int]:
+        """Keep what tiers below the device hold of it now from eviction, for an hour unless said
+        otherwise: `{blocks, bytes}`. Pinning again replaces the pin.
+
+        At most half of each tier can be pinned. InvalidRequestError where there is no such tier.
+        """
+        return self._cache.pin(selector, ttl_seconds)
+
+    def cache_unpin(self, selector: CacheSelector) -> dict[str, int]:
+        """End a pin, named as it was made: `{blocks, bytes}` that it held."""
+        return self._cache.unpin(selector)
+
+    async def cache_prefetch(
+        self, selector: CacheSelector, ttl_seconds: float | None = None
+    ) -> dict[str, int]:
+        """Bring its blocks to the device or the CPU tier as far as there is room that nobody
+        needs: `{blocks, bytes}` that are nearer now. With a TTL they are pinned, too.
+
+        Returns when they have come. Cancelled, it gives up what has not. Raises as `cache_pin`.
+        """
+        self._check_alive()
+        return await self._cache.prefetch(selector, ttl_seconds)
+
+    async def cache_explain(
+        self,
+        token_ids: Sequence[int],
+        cache_salt: str | None = None,
+        *,
+        is_admin: bool = False,
+        wants_prompt_logprobs: bool = False,
+    ) -> dict[str, Any]:
+        """The body of POST /cache/explain: what a request for these tokens would hit, and why no
+        more. Runs nothing. Only an administrator is told of other salts."""
+        request = Request(
+            request_id="explain",
+            prompt_token_ids=token_ids,
+            params=SamplingParams(prompt_logprobs=0 if wants_prompt_logprobs else None),
+            max_tokens=1,
+            stop_ids=frozenset(),
+            seed=0,
+            root_hash=self.space(cache_salt),
+            arrival_order=0,
+        )
+        return await self._explainer.explain(request, cache_salt, is_admin=is_admin)
 
     def cache_stats(self) -> dict[str, Any]:
         """The body of GET /cache/stats."""
-        kv, stats = self._core.kv, self._core.stats()
-        device = {
-            "blocks": kv.pool.num_cached,
-            "bytes": kv.pool.num_cached * self._parts.block_bytes,
-            "capacity_bytes": kv.pool.num_blocks * self._parts.block_bytes,
-            "pinned_blocks": kv.pool.num_blocks - kv.pool.num_available,
-            "pending_saves": 0,
-            "hit_tokens": stats.hit_tokens.get("device", 0),
-            "saved_blocks": kv.pool.num_registered,
-            "evicted_blocks": kv.pool.num_evicted,
-            "failed_blocks": 0,
-        }
-        tiers = {"device": device}
-        for name, tier in stats.tiers.items():
-            numbers = asdict(tier)
-            shown = {key: numbers[key] for key in device if key in numbers}
-            tiers[name] = shown | {"hit_tokens": stats.hit_tokens.get(name, 0)}
-        return {
-            "block_size": kv.block_size,
-            "fingerprint": self.fingerprint,
-            "tiers": tiers,
-        }
+        return self._cache.stats()
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges; what it holds are copies."""
@@ -537,4 +526,4 @@ async def _wait(event: asyncio.Event, seconds: float | None) -> None:
         pass
 
 
-__all__ = ["AsyncEngine", "FinishReason", "RequestStream"]
+__all__ = ["AsyncEngine", "CacheSelector", "FinishReason", "RequestStream"]

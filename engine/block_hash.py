@@ -53,3 +53,12 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """The hash of the block holding `token_ids` after everything `parent` stands for."""
     tokens = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return BlockHash(_digest((b"block", parent), (b"tokens", tokens)))
+
+
+def chain_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """The hashes of the whole blocks of a sequence, root first."""
+    hashes: list[BlockHash] = []
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = hashes[-1] if hashes else root
+        hashes.append(block_hash(parent, token_ids[end - block_size : end]))
+    return hashes

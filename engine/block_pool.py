@@ -14,24 +14,32 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from offload.tier import BlockKey
+from offload.tier import BlockHash, BlockKey, Forget
 
 
 class BlockPool:
     """Reference counts, the prefix map and LRU eviction. Owned by the engine loop.
 
-    `on_evict(key)` is called when a cached block's content is about to be given up.
+    `on_evict(key)` is called when a cached block's content is about to be given up, `on_reset(key)`
+    instead of it when a reset takes it out of the prefix map.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[BlockKey], None]) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[BlockKey], None],
+        on_reset: Callable[[BlockKey], None] | None = None,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError("a block pool needs at least one block")
         self.num_blocks = num_blocks
         self._on_evict = on_evict
+        self._on_reset = on_reset or on_evict
         self.num_registered = 0  # blocks ever entered into the prefix map
         self.num_evicted = 0
         self._ref_counts = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._roots: list[BlockHash | None] = [None] * num_blocks  # of the chains of `_keys`
         self._cached: dict[BlockKey, int] = {}
         # Unreferenced blocks, each kind before the next, within a kind the next victim first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -70,7 +78,7 @@ class BlockPool:
         if not queue:
             raise IndexError("every KV block is referenced")
         block_id, _ = queue.popitem(last=False)
-        self.num_evicted += self._forget(block_id)
+        self.num_evicted += self._forget(block_id, self._on_evict)
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -105,41 +113,48 @@ class BlockPool:
                 return queue
         return self._free
 
-    def register(self, key: BlockKey, block_id: int) -> bool:
-        """Make a referenced block's content findable; False if the prefix map has the key."""
+    def register(self, key: BlockKey, block_id: int, root: BlockHash) -> bool:
+        """Make a referenced block's content findable; False if the prefix map has the key. `root`
+        is that of its chain: by it a whole salt is forgotten."""
         if self._ref_counts[block_id] < 1:
             raise AssertionError(f"KV block {block_id} registered while nobody references it")
         if key in self._cached:
             return False
         self._cached[key] = block_id
         self._keys[block_id] = key
+        self._roots[block_id] = root
         self.num_registered += 1
         return True
 
-    def reset(self) -> int:
-        """Empty the prefix map; referenced blocks stay with their owners. Returns its size."""
-        dropped = len(self._cached)
-        for block_id in list(self._cached.values()):
+    def reset(self, where: Forget | None = None) -> int:
+        """Empty the prefix map, or take the blocks of `where` out of it; referenced blocks stay
+        with their owners. Returns how many keys it lost."""
+        gone = [
+            block_id
+            for key, block_id in self._cached.items()
+            if where is None or key in where.keys or self._roots[block_id] in where.roots
+        ]
+        for block_id in gone:
             self.forget(block_id)
-        return dropped
+        return len(gone)
 
     def forget(self, block_id: int) -> bool:
         """Take a block out of the prefix map, whoever references it; False if it is not in it."""
         queue = self._queue_of(block_id) if self._ref_counts[block_id] == 0 else None
-        if not self._forget(block_id):
+        if not self._forget(block_id, self._on_reset):
             return False
         if queue is not None:
             del queue[block_id]
             self._free[block_id] = None
         return True
 
-    def _forget(self, block_id: int) -> bool:
+    def _forget(self, block_id: int, tell: Callable[[BlockKey], None]) -> bool:
         key = self._keys[block_id]
         if key is None:
             return False
-        self._keys[block_id] = None
+        self._keys[block_id] = self._roots[block_id] = None
         del self._cached[key]
-        self._on_evict(key)
+        tell(key)
         return True
 
     def check(self) -> None:

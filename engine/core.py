@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 
 from engine.audit_report import AuditReporter
+from engine.block_hash import chain_hashes
 from engine.detokenizer import Detokenizer
 from engine.drafter import DraftContext, GuardedDrafter
 from engine.kv_cache_manager import KVCacheManager
@@ -22,13 +23,15 @@ from engine.load_audit import LoadAuditor
 from engine.load_policy import LoadChooser
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from engine.request import Request
+from engine.request import Request, committed_len
 from engine.sampler import Sampled, SampleRow, Unsampled
 from engine.scheduler import ScheduledRequest, Scheduler
+from engine.sessions import Sessions
 from engine.stats import EngineStats
 from engine.step import PromptLogprobRows, SequenceInput, StepInput, StepOutput
 from engine.verification import accept
 from offload.manager import OffloadManager
+from offload.tier import BlockHash
 from offload.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,7 @@ class LiveRequest:
     detokenizer: Detokenizer
     emit: Callable[[RequestOutput], None]
     salt: str | None
+    cache_key: str | None = None  # names its conversation, within the salt
     prompt_logprobs_sent: bool = False
 
 
@@ -63,6 +67,7 @@ class EngineCore:
         drafter: GuardedDrafter | None,
         max_draft_tokens: int,
         load_deadline: float,
+        sessions: Sessions,
         auditor: LoadAuditor | None = None,
         reporter: AuditReporter | None = None,
     ) -> None:
@@ -77,6 +82,7 @@ class EngineCore:
         self._load_deadline = load_deadline
         self.auditor = auditor
         self._reporter = reporter
+        self._sessions = sessions
         self._live: dict[str, LiveRequest] = {}
         self._num_failed_steps = 0
         self._has_tiers = bool(offload.stats())
@@ -88,7 +94,13 @@ class EngineCore:
         """Take a validated request into the queue; its id must not be in use."""
         self.stop_audit()
         self._live[live.request.request_id] = live
+        self._begin_turn(live)
         self.scheduler.add(live.request)
+
+    def live_under(self, space: BlockHash, cache_key: str) -> list[Request]:
+        """The requests of one conversation."""
+        live = (one for one in self._live.values() if one.cache_key == cache_key)
+        return [one.request for one in live if one.request.root_hash == space]
 
     def abort(self, request_id: str) -> None:
         """Between steps only: what is confirmed by now is kept. Unknown ids are ignored."""
@@ -371,6 +383,26 @@ class EngineCore:
         for position in range(num_accepted):
             self.counters.spec_accepted_per_pos[position] += 1
 
+    # --- conversations ----------------------------------------------------------------------
+
+    def _begin_turn(self, live: LiveRequest) -> None:
+        """What the last turn under the key left and this one does not continue goes first now."""
+        if live.cache_key is None:
+            return
+        request = live.request
+        prompt = chain_hashes(request.root_hash, request.prompt_token_ids, self.kv.block_size)
+        request.block_hashes = list(prompt)
+        left = self._sessions.superseded(request.root_hash, live.cache_key, prompt)
+        if left:
+            self.kv.supersede(left)
+
+    def _end_turn(self, live: LiveRequest, num_committed: int) -> None:
+        """After the last commit: `num_committed` tokens are what the next turn may find."""
+        if live.cache_key is not None:
+            request = live.request
+            chain = request.block_hashes[: num_committed // self.kv.block_size]
+            self._sessions.record(request.root_hash, live.cache_key, chain)
+
     # --- ends -------------------------------------------------------------------------------
 
     def _finish(
@@ -389,7 +421,9 @@ class EngineCore:
             self.counters.idle_prefills += reason is FinishReason.LENGTH
             num_computed = request.num_computed_tokens - request.cached.total
             self.counters.idle_prefill_tokens += max(0, num_computed)
+        num_committed = committed_len(request)
         self.scheduler.finish(request)
+        self._end_turn(live, num_committed)
         del self._live[request.request_id]
         if self._drafter is not None:
             self._drafter.finish(request.request_id)
@@ -410,6 +444,7 @@ class EngineCore:
             counters.external_queries += request.num_prompt_tokens - cached.device
             counters.external_hits += cached.cpu + cached.disk
         counters.recomputed_by_choice += request.recomputed_by_choice
+        counters.prefill_seconds_saved += self._chooser.prefill_seconds(cached.total)
         for tier in ("device", "cpu", "disk"):
             hits = counters.hit_tokens.get(tier, 0) + getattr(cached, tier)
             counters.hit_tokens[tier] = hits
@@ -465,6 +500,7 @@ class EngineCore:
             external_queries=counters.external_queries,
             external_hits=counters.external_hits,
             recomputed_by_choice=counters.recomputed_by_choice,
+            prefill_seconds_saved=counters.prefill_seconds_saved,
             hit_tokens=dict(counters.hit_tokens),
             spec_num_drafts=counters.spec_num_drafts,
             spec_num_draft_tokens=counters.spec_num_draft_tokens,

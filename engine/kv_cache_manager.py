@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from engine.block_chain import hash_at, meta_at
 from engine.block_pool import BlockPool
@@ -22,10 +23,10 @@ from engine.kv_loads import KVLoads
 from engine.load_samples import LoadSamples
 from engine.prefix_match import DEVICE, BlockHit, PrefixHit, PrefixMatcher
 from engine.request import NO_BLOCK, Request, committed_len
-from offload.history import FAILED_VERIFICATION
+from offload.history import FAILED_VERIFICATION, RESET
 from offload.lineage import Suspects
 from offload.manager import OffloadManager
-from offload.tier import BlockKey
+from offload.tier import BlockHash, BlockKey, Forget
 
 
 class KVCacheManager:
@@ -44,7 +45,11 @@ class KVCacheManager:
         self.block_size = block_size
         self.groups = tuple(groups)
         self.offload = offload
-        self.pool = BlockPool(num_blocks, on_evict=offload.withdraw)
+        self.pool = BlockPool(
+            num_blocks,
+            on_evict=offload.withdraw,
+            on_reset=partial(offload.withdraw, what=RESET),
+        )
         self.loads = KVLoads(self.pool, offload, samples)
         self._matcher = PrefixMatcher(self.groups, block_size, self.pool, self.loads, offload)
         self._full = [group for group in self.groups if group.window is None]
@@ -220,8 +225,9 @@ class KVCacheManager:
                 if block_id == NO_BLOCK:
                     continue
                 key = self._key(request, group, index)
-                if self.pool.register(key, block_id) or group.window is not None:
-                    self._offer(request, group, index)
+                is_new = self.pool.register(key, block_id, request.root_hash)
+                if is_new or group.window is not None:
+                    self._offer(request, group, index, is_new=is_new)
         self._free_slid_out(request)
 
     def conclude(self, request: Request) -> None:
@@ -285,15 +291,24 @@ class KVCacheManager:
     # --- what is worth storing --------------------------------------------------------------
 
     def _offer(
-        self, request: Request, group: KVGroup, index: int, *, reachable: bool = False
+        self,
+        request: Request,
+        group: KVGroup,
+        index: int,
+        *,
+        is_new: bool = False,
+        reachable: bool = False,
     ) -> None:
-        """Offer the device's block to the tiers, if it is worth storing; again changes nothing."""
+        """Offer the device's block to the tiers, if it is worth storing; again changes nothing.
+
+        `is_new`: it was committed just now, by `request`."""
         if not reachable and not self._is_reachable(request, group, index):
             return
         key = self._key(request, group, index)
         block_id = self.pool.lookup(key)
         if block_id is not None and self._may_offload(request, index):
-            self.offload.offer(key, meta_at(request, index, self.block_size), block_id)
+            offer = self.offload.offer if is_new else self.offload.offer_again
+            offer(key, meta_at(request, index, self.block_size), block_id)
 
     def _may_offload(self, request: Request, index: int) -> bool:
         if not self._offload_prompt_only:
@@ -325,14 +340,53 @@ class KVCacheManager:
 
     # --- the cache as a whole ---------------------------------------------------------------
 
-    def reset(self, live: Iterable[Request]) -> int:
-        """Empty the prefix map; what live requests computed so far never enters it again."""
+    def reset(self, live: Iterable[Request], where: Forget | None = None) -> int:
+        """Empty the prefix map, or take the blocks of `where` out of it; what live requests have
+        computed of these so far never enters it again. How many keys the map lost."""
         for request in live:
-            touched = request.num_computed_tokens + request.num_inflight_tokens
-            ahead_end = request.ahead.stop if request.ahead else 0
-            request.first_cacheable_block = max(self.num_blocks_for(touched), ahead_end)
-        self.loads.reset()
-        return self.pool.reset()
+            if where is None or self._is_touched(request, where):
+                request.first_cacheable_block = self._num_begun(request)
+        self.loads.reset(where)
+        return self.pool.reset(where)
+
+    def _is_touched(self, request: Request, where: Forget) -> bool:
+        if request.root_hash in where.roots:
+            return True
+        return any(key in where.keys for key in self.keys(self.begun(request)))
+
+    def _num_begun(self, request: Request) -> int:
+        touched = request.num_computed_tokens + request.num_inflight_tokens
+        return max(self.num_blocks_for(touched), request.ahead.stop if request.ahead else 0)
+
+    def begun(self, request: Request) -> list[BlockHash]:
+        """The whole blocks of a request that are computed or loaded, or being so, root first."""
+        num_known = min(self._num_begun(request), request.num_tokens // self.block_size)
+        return [hash_at(request, index, self.block_size) for index in range(num_known)]
+
+    def keys(self, hashes: Iterable[BlockHash]) -> list[BlockKey]:
+        """The blocks of a chain in every group, root first."""
+        return [BlockKey(value, group.index) for value in hashes for group in self.groups]
+
+    def prefix_keys(self, block_hash: BlockHash) -> list[BlockKey]:
+        """A block in the groups that need it however long the prefix goes on; in all of them, if
+        each has a window."""
+        return [BlockKey(block_hash, group.index) for group in self._full or self.groups]
+
+    def nearest(self, key: BlockKey) -> str | None:
+        """The nearest tier that holds a block or loads it, the device included."""
+        if self.pool.lookup(key) is not None:
+            return DEVICE
+        load = self.loads.find(key)
+        return self.offload.lookup(key) if load is None else load.tier
+
+    def supersede(self, hashes: Sequence[BlockHash]) -> None:
+        """A branch that its conversation has left, root first: everywhere it goes before others."""
+        keys = self.keys(hashes)
+        for key in reversed(keys):
+            block_id = self.pool.lookup(key)
+            if block_id is not None:
+                self.pool.demote(block_id)
+        self.offload.age(keys)
 
     def forget(self, suspects: Suspects) -> int:
         """Take these blocks out of the prefix map. Legal while no request is live: what one has

@@ -15,7 +15,7 @@ from engine.block_pool import BlockPool
 from engine.load_samples import LoadSamples
 from engine.request import Request
 from offload.manager import OffloadManager
-from offload.tier import BlockKey, BlockMeta
+from offload.tier import BlockKey, BlockMeta, Forget
 from offload.transfers import CopyIn
 
 
@@ -31,6 +31,7 @@ class KVLoad:
     copying: bool = False  # handed out: the destination is being written
     publish: bool = True  # False after a cache reset: the bytes serve their waiters alone
     origin: tuple[Request, int] | None = None  # who asked first, for which of its blocks
+    wanted: bool = False  # a prefetch: it goes on though nobody waits for it
     waiters: list[Request] = field(default_factory=list)
 
 
@@ -69,7 +70,27 @@ class KVLoads:
         """Wait for a load somebody else started; `request` already references its block."""
         load = self._by_key[key]
         load.waiters.append(request)
+        load.origin = load.origin or (request, index)
         request.pending_loads[load.ticket] = index
+
+    def prefetch(self, key: BlockKey, meta: BlockMeta, block_id: int, tier: str) -> int:
+        """Load a block ahead of any request; the ticket. The reference that `block_id` has is the
+        load's own from now on."""
+        ticket = self._offload.load(key, block_id, tier)
+        load = KVLoad(ticket, key, meta, block_id, tier, wanted=True)
+        self._by_key[key] = self._by_ticket[ticket] = load
+        return ticket
+
+    def give_up(self, ticket: int) -> None:
+        """A prefetch is not wanted any more; it ends here unless a request waits for it or its
+        copy was handed out. Nothing for one that has ended."""
+        load = self._by_ticket.get(ticket)
+        if load is not None:
+            load.wanted = False
+            self._cancel_if_useless(load)
+
+    def in_flight(self, ticket: int) -> bool:
+        return ticket in self._by_ticket
 
     def copying(self, copies: Iterable[CopyIn]) -> None:
         """These copies were handed out: their destinations are being written."""
@@ -79,7 +100,7 @@ class KVLoads:
     def loaded(self, ticket: int) -> list[Request]:
         """The bytes are in place and verified: publish the block; returns who waited for it."""
         load = self._remove(ticket)
-        if load.publish and self._pool.register(load.key, load.block_id):
+        if load.publish and self._pool.register(load.key, load.block_id, load.meta.root_hash):
             self._offload.hold(load.key, load.meta, load.block_id)
             if self._samples is not None and load.origin is not None:
                 self._samples.draw(*load.origin, load.key, load.block_id, load.tier)
@@ -104,16 +125,21 @@ class KVLoads:
             del request.pending_loads[ticket]
             load = self._by_ticket[ticket]
             load.waiters.remove(request)
-            if not load.waiters and not load.copying:
-                self._offload.cancel(ticket)
-                self._remove(ticket)
-                self._pool.release(load.block_id)
+            self._cancel_if_useless(load)
 
-    def reset(self) -> None:
-        """Loads of before a cache reset can neither be joined nor published any more."""
+    def _cancel_if_useless(self, load: KVLoad) -> None:
+        if not load.waiters and not load.wanted and not load.copying:
+            self._offload.cancel(load.ticket)
+            self._remove(load.ticket)
+            self._pool.release(load.block_id)
+
+    def reset(self, where: Forget | None = None) -> None:
+        """Loads of before a cache reset (None: of everything) can neither be joined nor published
+        any more."""
         for load in self._by_ticket.values():
-            load.publish = False
-        self._by_key.clear()
+            if where is None or where.matches(load.key, load.meta.root_tag):
+                load.publish = False
+                self._by_key.pop(load.key, None)
         if self._samples is not None:
             self._samples.clear()
 

@@ -51,6 +51,11 @@ class LoadChooser:
         """Rows of prompts per second of passes under the load of late; None while unmeasured."""
         return self._prefill_tokens_per_second
 
+    def prefill_seconds(self, num_tokens: int) -> float:
+        """What computing them would take at the measured speed; 0 while it is unmeasured."""
+        speed = self._prefill_tokens_per_second
+        return 0.0 if speed is None else num_tokens / speed
+
     def observe_pass(self, num_prompt_rows: int, seconds: float) -> None:
         """A pass computed so many rows of prompts, whatever else it carried."""
         if num_prompt_rows < MIN_MEASURED_ROWS or seconds <= 0.0:

@@ -299,14 +299,9 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Take `request` off the queue if the pool holds all its known tokens."""
         hit = self.kv.match(request)
-        num_competing = sum(not running.is_decoding for running in self.running)
-        loads = self._plan_loads(hit, num_competing)
-        if not self._has_room(request, hit, loads.start):
-            if self.num_active:
-                return False
-            loads = LoadPlan(hit.num_held)  # with the pool to itself it fits without loads
-            if not self._has_room(request, hit, loads.start):
-                return False
+        loads = self._fitting_loads(request, hit)
+        if loads is None:
+            return False
         self._leave_queue(request)
         self.kv.admit(request, hit, loads.start)
         request.load_patience = loads.patience
@@ -321,6 +316,26 @@ class Scheduler:
         else:
             self._run(request)
         return True
+
+    def _fitting_loads(self, request: Request, hit: PrefixHit) -> LoadPlan | None:
+        """What of a hit to load; None if the pool is too short for the request."""
+        num_competing = sum(not running.is_decoding for running in self.running)
+        loads = self._plan_loads(hit, num_competing)
+        if self._has_room(request, hit, loads.start):
+            return loads
+        if self.num_active:
+            return None
+        loads = LoadPlan(hit.num_held)  # with the pool to itself it fits without loads
+        return loads if self._has_room(request, hit, loads.start) else None
+
+    def foresee(self, request: Request) -> tuple[PrefixHit, int]:
+        """What `request`, not queued, would hit if it came now, and the first block it would load
+        rather than compute."""
+        hit = self.kv.match(request)
+        loads = self._fitting_loads(request, hit)
+        if loads is None:  # it would wait until there is room
+            loads = self._plan_loads(hit, 0)
+        return hit, loads.start
 
     def _has_room(self, request: Request, hit: PrefixHit, start: int) -> bool:
         # A block each for the others to grow into, or admission causes preemption.

@@ -25,6 +25,7 @@ class EngineStats:
     external_queries: int = 0  # not on the device, looked up in the tiers
     external_hits: int = 0
     recomputed_by_choice: int = 0
+    prefill_seconds_saved: float = 0.0  # cached tokens at the prefill speed measured then
     hit_tokens: dict[str, int] = field(default_factory=dict)  # by tier, device included
     spec_num_drafts: int = 0  # runs of drafts verified
     spec_num_draft_tokens: int = 0

@@ -46,6 +46,7 @@ from offload.store_scan import (
     Kind,
     StoreFile,
     block_name,
+    find_elsewhere,
     open_directory,
     parse_block_name,
     reclaim_temporary,
@@ -57,6 +58,7 @@ from offload.tier import (
     BlockKey,
     BlockMeta,
     Forget,
+    MetasUnder,
     RoomTakenError,
     StrangerFile,
     TierOpenError,
@@ -295,6 +297,10 @@ class BlockDirectory:
     def path_of(self, block: BlockName) -> Path:
         """Where a stored block lies, for a person to look at."""
         return self._path.joinpath(self._name, *block_name(block))
+
+    def find_elsewhere(self, metas_under: MetasUnder) -> dict[int, str]:
+        """See `store_scan.find_elsewhere`. Raises OSError if the directory cannot be read."""
+        return find_elsewhere(self._dir_fd, self._name, metas_under)
 
     def remove(self, epoch: int, block: BlockName) -> WriteResult:
         """Unlink one block; one already gone counts as removed."""

@@ -16,6 +16,7 @@ from offload.tier import (
     BlockState,
     Entry,
     Forget,
+    MetasUnder,
     Reservation,
     TierOpenError,
     TierUsage,
@@ -223,6 +224,9 @@ class CpuTier:
     def read_meta(self, key: BlockKey) -> BlockMeta | None:
         entry = self._index.find(key)
         return None if entry is None else entry.meta
+
+    def find_elsewhere(self, metas_under: MetasUnder) -> dict[int, str]:
+        return {}  # memory is shared with nobody
 
     def remove(self, entry: Entry, epoch: int) -> WriteResult:
         raise ValueError("memory has nothing to remove")

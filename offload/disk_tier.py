@@ -35,6 +35,7 @@ from offload.tier import (
     BlockState,
     Entry,
     Forget,
+    MetasUnder,
     Reservation,
     RoomTakenError,
     StrangerFile,
@@ -371,10 +372,11 @@ class DiskTier:
         self._skipped = survey.skipped
         self._reclaiming = False
         # A survey may have seen a file that was removed after it looked.
-        before = self._expire_before()
-        self._index.adopt(
-            found for found in survey.found if found.key not in self._gone and found.mtime >= before
-        )
+        found = survey.found
+        if self._gone or self.ttl_seconds:
+            before, gone = self._expire_before(), self._gone
+            found = [one for one in found if one.key not in gone and one.mtime >= before]
+        self._index.adopt(found)
         for entry in survey.vanished:
             if entry.state is BlockState.PRESENT and not entry.pins and self._index.owns(entry):
                 self._index.forget(entry)
@@ -427,6 +429,9 @@ class DiskTier:
             return None if entry is None else self._directory.fetch_meta(_name(entry))
         except (OSError, BlockCorruptError):
             return None
+
+    def find_elsewhere(self, metas_under: MetasUnder) -> dict[int, str]:
+        return self._directory.find_elsewhere(metas_under)
 
     def remove(self, entry: Entry, epoch: int) -> WriteResult:
         return self._directory.remove(epoch, _name(entry))

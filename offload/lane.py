@@ -197,6 +197,7 @@ class Lane:
             s.store_seconds,
             dict(skipped),
             s.verify_failures,
+            s.promoted_blocks,
         )
 
 

@@ -42,7 +42,7 @@ class Load:
 
     ticket: int
     key: BlockKey
-    block_id: int
+    block_id: int | None  # None: a promotion, which ends in the memory tier
     lane: Lane
     root_tag: bytes
     entry: Entry | None  # pinned in `lane`
@@ -82,12 +82,13 @@ class LoadTable:
         self._failed: deque[int] = deque()
         self._next_ticket = 0
 
-    def begin(self, lane: Lane, key: BlockKey, block_id: int) -> int:
+    def begin(self, lane: Lane, key: BlockKey, block_id: int | None) -> int:
         """A ticket for a load of a block that the tier holds. KeyError if it does not.
 
         Nothing is read yet: the promotion of one block may evict another that the same prefix is
         about to be loaded from, so all of them are pinned first.
         """
+        assert block_id is not None or not lane.in_memory, "there is nothing to promote"
         entry = lane.tier.pin(key)
         self._next_ticket += 1
         phase = Phase.READY if lane.in_memory else Phase.WAITING
@@ -107,10 +108,14 @@ class LoadTable:
         while self._waiting:
             load = next(iter(self._waiting.values()))
             view = self._place(load)
-            if view is None:
+            if view is None and load.block_id is not None:
                 return
             del self._waiting[load.ticket]
-            self._read(load, view)
+            if view is None:
+                load.lane.rate.end(time.monotonic(), None)
+                self._fail(load)
+            else:
+                self._read(load, view)
 
     def probe(self, lane: Lane, keys: Sequence[BlockKey]) -> None:
         """Read blocks of a tier for nothing but the time it takes, as many as find buffers."""
@@ -137,6 +142,8 @@ class LoadTable:
                     reservation.entry.root_tag = load.entry.root_tag
                     load.promotion = (lane, reservation)
                     return lane.tier.slot(reservation.entry)
+        if load.block_id is None:
+            return None  # no memory to promote it into: that is all it was for
         load.buffer = self._staging.take_for_load()
         return None if load.buffer is None else self._staging.view(load.buffer)
 
@@ -166,6 +173,9 @@ class LoadTable:
         if load.abandoned:
             self._abandoned.discard(load)
             self._release(load)
+        elif whole and load.block_id is None:
+            del self._loads[load.ticket]
+            self._release(load)
         elif whole:
             load.phase = Phase.READY
             self._ready[load.ticket] = load
@@ -186,6 +196,7 @@ class LoadTable:
         if not lane.tier.settle(reservation, result):
             return False
         lane.stats.saved_blocks += 1
+        lane.stats.promoted_blocks += 1
         load.slot = (lane, lane.tier.pin(load.key))
         return True
 
@@ -195,6 +206,7 @@ class LoadTable:
         while self._ready and len(copies) < self._max_copies:
             ticket, load = self._ready.popitem(last=False)
             load.phase = Phase.COPYING
+            assert load.block_id is not None, "a promotion has no copy"
             copies.append(CopyIn(ticket, load.key, load.block_id, self._source(load)))
         return copies
 
@@ -222,6 +234,9 @@ class LoadTable:
                 stats.load_seconds += share
                 load.lane.rate.measured(share, 1)
         self.start()
+
+    def in_flight(self, ticket: int) -> bool:
+        return ticket in self._loads
 
     def cancel(self, ticket: int) -> None:
         """Abandon a load; nothing for a ticket that has ended or whose copy is handed out."""

@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 from offload.history import EVICTED, FAILED_VERIFICATION, Fate, History
+from offload.inquiry import Inquiry
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane
 from offload.lineage import Link, Suspects
@@ -88,7 +89,7 @@ class OffloadManager:
         self._pins = PinTable(self._lanes)
         self._staging = Staging(staging_bytes, block_bytes)
         max_copies = max(1, _MAX_ROUND_BYTES // block_bytes)
-        memory_blocks = sum(
+        self.memory_blocks = sum(
             lane.tier.capacity_bytes // block_bytes for lane in self._lanes if lane.in_memory
         )
         self._saves = SaveQueue(
@@ -98,7 +99,7 @@ class OffloadManager:
             write_deadline=write_deadline,
             max_copies=max_copies,
             # Enough to keep the threads busy between rounds, never most of a small tier.
-            max_pinned_sources=max(1, min(4 * io_threads, memory_blocks // 4)),
+            max_pinned_sources=max(1, min(4 * io_threads, self.memory_blocks // 4)),
             wake=self._wake,
         )
         self._loads = LoadTable(
@@ -109,6 +110,7 @@ class OffloadManager:
             evicted=self._saves.evicted,
             wake=self._wake,
         )
+        self.inquiry = Inquiry(self._lanes, self._saves.resident)
 
     def _wake(self) -> None:
         # Set before the call and cleared before `poll` looks, so no news falls between.
@@ -129,6 +131,11 @@ class OffloadManager:
         or held by a memory tier.
         """
         self._saves.offer(key, meta, block_id)
+
+    def offer_again(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
+        """As `offer`, for a block committed earlier: a tier that was reset since then, while the
+        block lay elsewhere, does not get it back."""
+        self._saves.offer_again(key, meta, block_id)
 
     def hold(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
         """A block loaded from a tier lies in a device block: not offered, for it is no news, but
@@ -194,6 +201,21 @@ class OffloadManager:
         if name is None:
             raise KeyError(f"no tier holds {key.block_hash.hex()}.{key.group}")
         return self._loads.begin(self._lane(name), key, block_id)
+
+    def promote(self, key: BlockKey) -> int | None:
+        """Bring a block from disk into memory and no further; the ticket, which `poll` names only
+        if that fails. None if memory has it, or disk has not, or there is no memory tier."""
+        above = False
+        for lane in self._lanes:
+            if lane.holds(key):
+                may = above and not lane.in_memory
+                return self._loads.begin(lane, key, None) if may else None
+            above = above or lane.in_memory
+        return None
+
+    def in_flight(self, ticket: int) -> bool:
+        """Whether a load or promotion has neither succeeded nor failed nor been cancelled."""
+        return self._loads.in_flight(ticket)
 
     def start_loads(self) -> None:
         """Begin to read what `load` asked for, now and not with the next `poll`."""
@@ -281,7 +303,7 @@ class OffloadManager:
         finally:
             self._saves.untrack(tally)
         for lane in self._lanes:
-            if not lane.in_memory and await self._finish(self._sync(lane)) is not None:
+            if not lane.in_memory and await self._finish(lane, self._sync(lane)) is not None:
                 name = lane.tier.name
                 tally.failed[name] += tally.saved[name]
                 tally.saved[name] = 0
@@ -304,11 +326,11 @@ class OffloadManager:
     def _sync(lane: Lane) -> Job:
         return lane.threads.submit(lane.tier.sync, Urgency.SAVE, lambda job: None)
 
-    async def _finish(self, job: Job) -> Exception | None:
+    async def _finish(self, lane: Lane, job: Job) -> Exception | None:
         """Wait for a job, as long as a write may take; the error it ended with."""
         deadline = time.monotonic() + self._write_deadline
         while not job.finished:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (job.started is None and lane.saves_stalled):
                 return TimeoutError("the tier hangs")
             await asyncio.sleep(_PATIENCE)
             self._gather()
@@ -331,7 +353,7 @@ class OffloadManager:
         """
         dropped, wipes = self._drop([self._lane(name) for name in tiers], where)
         for lane, wipe in wipes:
-            error = await self._finish(wipe)
+            error = await self._finish(lane, wipe)
             if error is not None:
                 raise OffloadError(
                     f"tier {lane.tier.name} holds none of it now, but a restart may find its old "

@@ -89,7 +89,7 @@ class SaveQueue:
         self._max_copies = max_copies
         self._max_pinned_sources = max_pinned_sources
         self._wake = wake
-        self._resident: dict[BlockKey, tuple[BlockMeta, int]] = {}
+        self.resident: dict[BlockKey, tuple[BlockMeta, int]] = {}  # offered, still on the device
         self._copying: dict[BlockKey, list[Save]] = {}
         self._active: dict[tuple[str, BlockKey], Save] = {}
         self._held: set[Save] = set()  # active, hung or overtaken: not yet ended
@@ -104,11 +104,17 @@ class SaveQueue:
             lane.barred.discard(key)
             self._want(lane, key)
 
+    def offer_again(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
+        self.hold(key, meta, block_id)
+        for lane in self._lanes:
+            if key not in lane.barred:
+                self._want(lane, key)
+
     def hold(self, key: BlockKey, meta: BlockMeta, block_id: int) -> None:
-        self._resident[key] = (meta, block_id)
+        self.resident[key] = (meta, block_id)
 
     def withdraw(self, key: BlockKey) -> None:
-        if self._resident.pop(key, None) is None:
+        if self.resident.pop(key, None) is None:
             return
         self._drop_if_lost(key)
 
@@ -128,7 +134,7 @@ class SaveQueue:
             if lane.in_memory:
                 continue
             upper = [other.tier.present() for other in self._lanes if other.in_memory]
-            for keys in (*upper, list(self._resident)):
+            for keys in (*upper, list(self.resident)):
                 for key in keys:
                     if key not in lane.barred and lane.tier.state(key) is BlockState.ABSENT:
                         self._want(lane, key)
@@ -146,7 +152,7 @@ class SaveQueue:
             self._wake()
 
     def _drop_if_lost(self, key: BlockKey) -> None:
-        if key in self._resident or key in self._copying or self._memory_source(key):
+        if key in self.resident or key in self._copying or self._memory_source(key):
             return
         for lane in self._lanes:
             lane.failed.pop(key, None)
@@ -206,7 +212,7 @@ class SaveQueue:
         source = None if lane.in_memory else self._memory_source(key)
         if source is not None and self._num_pinned_sources < self._max_pinned_sources:
             return self._write_from_memory(lane, key, source)
-        resident = self._resident.get(key)
+        resident = self.resident.get(key)
         if resident is None and source is None:
             self._lost(lane, key)
             return True
@@ -343,7 +349,7 @@ class SaveQueue:
             reason = errno.errorcode.get(error.errno, reason)
         lane.skipped[reason] += 1
         lane.note(key, SAVE_FAILED)
-        if key in self._resident or self._memory_source(key):
+        if key in self.resident or self._memory_source(key):
             lane.failed[key] = None
             lane.retry_later()
         self._tell(lane, key, saved=False)
@@ -364,7 +370,7 @@ class SaveQueue:
         or is on its way there, unless it is offered anew."""
         held = {
             key
-            for key, (meta, _) in self._resident.items()
+            for key, (meta, _) in self.resident.items()
             if where is None or where.matches(key, meta.root_tag)
         }
         for other in self._lanes:

@@ -31,18 +31,19 @@ from typing import NamedTuple
 
 from offload.block_file import BlockName
 from offload.ledger import LEDGER_NAME
-from offload.tier import BlockHash, BlockKey
+from offload.tier import BlockHash, BlockKey, MetasUnder
 
 TEMPORARY_PREFIX = ".tmp."
 TRASH_PREFIX = ".trash."
 SIDE_SUFFIX = ".side"
 SUFFIX = ".kv"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_ELSEWHERE = 16  # fingerprints looked into for an explanation
 OPEN_RECORD = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 _HEX = frozenset("0123456789abcdef")
-_REST = re.compile(r"\.(0|[1-9][0-9]{0,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.kv")
-_REST_1 = re.compile(r"\.(0|[1-9][0-9]{0,8})\.kv")  # of format 1
+_NAME = re.compile(r"([0-9a-f]{64})\.(0|[1-9][0-9]{0,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.kv")
+_NAME_1 = re.compile(r"[0-9a-f]{64}\.(0|[1-9][0-9]{0,8})\.kv")  # of format 1
 
 
 class Kind(Enum):
@@ -78,29 +79,17 @@ def block_name(block: BlockName) -> tuple[str, str]:
 
 def parse_block_name(prefix: str, name: str) -> BlockName | None:
     """What `block_name` made this name of, or None."""
-    block_hash = _parse_hash(prefix, name)
-    match = _REST.fullmatch(name, 64)
-    if block_hash is None or match is None:
+    match = _NAME.fullmatch(name)
+    if match is None or not name.startswith(prefix):
         return None
-    group, root, parent = match.groups()
-    return BlockName(BlockKey(block_hash, int(group)), bytes.fromhex(root), bytes.fromhex(parent))
+    digits, group, root, parent = match.groups()
+    key = BlockKey(BlockHash(bytes.fromhex(digits)), int(group))
+    return BlockName(key, bytes.fromhex(root), bytes.fromhex(parent))
 
 
 def is_outdated_name(prefix: str, name: str) -> bool:
     """Whether an older format gave this name to a block."""
-    return _parse_hash(prefix, name) is not None and _REST_1.fullmatch(name, 64) is not None
-
-
-def _parse_hash(prefix: str, name: str) -> BlockHash | None:
-    digits = name[:64]
-    try:
-        block_hash = bytes.fromhex(digits)
-    except ValueError:
-        return None
-    # Back to text and compared: `fromhex` also takes capitals and blanks.
-    if len(block_hash) != 32 or block_hash.hex() != digits or name[:2] != prefix:
-        return None
-    return BlockHash(block_hash)
+    return name.startswith(prefix) and _NAME_1.fullmatch(name) is not None
 
 
 def is_fingerprint(name: str) -> bool:
@@ -230,6 +219,25 @@ def _described(
 ) -> StoreFile:
     size_bytes, physical_bytes = status.st_size, status.st_blocks * 512
     return StoreFile(kind, path, fingerprint, block, size_bytes, physical_bytes, status.st_mtime)
+
+
+def find_elsewhere(dir_fd: int, own: str, metas_under: MetasUnder) -> dict[int, str]:
+    """Which blocks of a chain other fingerprints hold, by names alone: index and fingerprint.
+
+    Raises OSError if the store's directory cannot be read.
+    """
+    found: dict[int, str] = {}
+    with os.scandir(dir_fd) as entries:
+        others = sorted(e.name for e in entries if is_fingerprint(e.name) and e.name != own)
+    for fingerprint in others[:_MAX_ELSEWHERE]:
+        for index, (key, meta) in enumerate(metas_under(bytes.fromhex(fingerprint))):
+            folder, name = block_name(BlockName(key, meta.root_tag, meta.parent_tag))
+            try:
+                os.stat(f"{fingerprint}/{folder}/{name}", dir_fd=dir_fd, follow_symlinks=False)
+            except OSError:
+                break  # a chain: what follows a gap serves nobody
+            found.setdefault(index, fingerprint)
+    return found
 
 
 def reclaim_temporary(dir_fd: int, path: str) -> bool:

@@ -56,6 +56,10 @@ class BlockMeta:
         return self.parent_hash[:TAG_BYTES]
 
 
+# From a fingerprint to what a chain of blocks would be under it, root first.
+MetasUnder = Callable[[bytes], Sequence[tuple[BlockKey, BlockMeta]]]
+
+
 class BlockState(Enum):
     """Where a block stands in one tier."""
 
@@ -198,6 +202,7 @@ class TierStats:
     store_seconds: float = 0.0
     skipped: dict[str, int] = field(default_factory=dict)
     verify_failures: int = 0
+    promoted_blocks: int = 0  # loads from below that stayed here; among the saved ones, too
 
 
 class Tier(Protocol):
@@ -311,6 +316,9 @@ class Tier(Protocol):
 
     def read_meta(self, key: BlockKey) -> BlockMeta | None:
         """What a PRESENT block claims to hold, verified; None if it cannot be told."""
+
+    def find_elsewhere(self, metas_under: MetasUnder) -> dict[int, str]:
+        """Which of these blocks another fingerprint holds here: index and fingerprint (hex)."""
 
     def remove(self, entry: Entry, epoch: int) -> WriteResult: ...
     def survey(self, request: Any) -> Any: ...

@@ -347,23 +347,6 @@ async def test_the_queue_closed_as_a_whole_leaves_a_serving_engine(
         assert engine.stats().finished["abort"] == 52
 
 
-async def test_twenty_evicted_prompts_replayed_at_once_all_hit(
-    tiny_llama: Path, kernel_cache: Path, tmp_path: Path
-) -> None:
-    """Loads for more than the pool holds: each waits its turn, none starves another."""
-    prompts = prompts_of(20, 30)
-    async with running_engine(
-        tiny_llama, kernel_cache, **on_disk(tmp_path, kv_blocks=40)
-    ) as engine:
-        firsts = [await ask(engine, prompt, greedy(4)) for prompt in prompts]
-        await evict_device(engine)
-        async with asyncio.timeout(3 * PATIENCE):
-            again = await ask_all(engine, prompts, greedy(4))
-        for answer, first in zip(again, firsts, strict=True):
-            assert_same_answer(answer, first)
-            assert answer.cached.disk == answer.cached.total == 28
-
-
 async def test_with_drafts_a_prompt_of_many_chunks_is_cached_to_its_end(
     tiny_llama: Path, kernel_cache: Path
 ) -> None:

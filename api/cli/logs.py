@@ -25,8 +25,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, logger, message; request_id and exception
-    where there are any."""
+    """One JSON object per line: time (UTC), level, logger, message; request_id, exception and
+    fields (the message's figures by name) where there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -38,6 +38,9 @@ class JsonFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", None)
         if request_id:
             entry["request_id"] = request_id
+        fields = getattr(record, "fields", None)
+        if fields:
+            entry["fields"] = fields
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)

@@ -47,7 +47,7 @@ def test_reset_forgets_everything(http: httpx.Client) -> None:
 def test_a_reset_that_is_not_durable_says_so(
     server: LiveServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def reset(tiers: object) -> dict[str, int]:
+    async def reset(tiers: object, **where: object) -> dict[str, int]:
         raise OffloadError("tier disk is empty, but a restart may find its old blocks: EIO")
 
     monkeypatch.setattr(server.engine, "cache_reset", reset)
@@ -81,8 +81,10 @@ def test_a_tier_that_is_not_there_holds_nothing(http: httpx.Client) -> None:
     [
         ({"tiers": ["tape"]}, "tiers[0]"),
         ({"tiers": "cpu"}, "tiers"),
-        ({"cache_salt": "s"}, "cache_salt"),
-        ({"prompt_cache_key": "k"}, "prompt_cache_key"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 1}, "cache_salt"),
+        ({"prompt_cache_key": ""}, "prompt_cache_key"),
+        ({"prompt_cache_keys": "k"}, "prompt_cache_keys"),
     ],
 )
 def test_bad_resets_are_refused_by_name(

@@ -18,7 +18,7 @@ COUNTERS = (
     *("prefix_cache_queries_total", "prefix_cache_hits_total"),
     *("external_prefix_cache_queries_total", "external_prefix_cache_hits_total"),
     *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
-    "spec_decode_num_accepted_tokens_total",
+    *("spec_decode_num_accepted_tokens_total", "prefill_seconds_saved_total"),
 )
 TIER_COUNTERS = (
     *("kv_offload_load_bytes_total", "kv_offload_store_bytes_total"),

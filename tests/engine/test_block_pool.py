@@ -5,7 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
-from offload.tier import BlockHash, BlockKey
+from offload.tier import BlockHash, BlockKey, Forget
+
+ROOT = BlockHash(b"r" * 32)
+OTHER_ROOT = BlockHash(b"o" * 32)
 
 
 def key(number: int) -> BlockKey:
@@ -23,7 +26,7 @@ def make_pool(num_blocks: int, evicted: list[BlockKey]) -> BlockPool:
 
 def cached_block(pool: BlockPool, number: int) -> int:
     block_id = pool.allocate()
-    assert pool.register(key(number), block_id)
+    assert pool.register(key(number), block_id, ROOT)
     pool.release(block_id)
     return block_id
 
@@ -77,8 +80,8 @@ def test_a_referenced_block_is_never_handed_out(evicted: list[BlockKey]) -> None
 def test_one_key_has_one_block(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
     first, second = pool.allocate(), pool.allocate()
-    assert pool.register(key(1), first)
-    assert not pool.register(key(1), second)
+    assert pool.register(key(1), first, ROOT)
+    assert not pool.register(key(1), second, ROOT)
     assert pool.lookup(key(1)) == first
     assert pool.key_of(second) is None
     pool.release(second)
@@ -89,7 +92,7 @@ def test_one_key_has_one_block(evicted: list[BlockKey]) -> None:
 def test_reset_forgets_but_frees_nothing_referenced(evicted: list[BlockKey]) -> None:
     pool = make_pool(3, evicted)
     kept = pool.allocate()
-    pool.register(key(1), kept)
+    pool.register(key(1), kept, ROOT)
     cached_block(pool, 2)
     assert pool.reset() == 2
     assert pool.lookup(key(1)) is None
@@ -135,7 +138,7 @@ def test_against_a_model(operations: list[tuple[str, int]]) -> None:
             block = held[number % len(held)]
             if pool.key_of(block) is None:
                 fresh = key(number) not in known
-                assert pool.register(key(number), block) is fresh
+                assert pool.register(key(number), block, ROOT) is fresh
                 known.setdefault(key(number), block)
         elif verb == "f" and held:
             pool.release(held.pop(number % len(held)))
@@ -156,7 +159,7 @@ def test_cold_blocks_go_after_free_ones_and_before_all_others(evicted: list[Bloc
     blocks = [pool.allocate() for _ in range(3)]
     keys = [key(number) for number in range(3)]
     for name, block in zip(keys, blocks, strict=True):
-        pool.register(name, block)
+        pool.register(name, block, ROOT)
     pool.release(blocks[0])
     pool.release(blocks[1], cold=True)
     pool.release(blocks[2])
@@ -170,7 +173,7 @@ def test_cold_blocks_go_after_free_ones_and_before_all_others(evicted: list[Bloc
 def test_a_demoted_block_that_is_referenced_stays_where_it_is(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
     block = pool.allocate()
-    pool.register(key(1), block)
+    pool.register(key(1), block, ROOT)
     pool.demote(block)
     pool.check()
     pool.release(block)
@@ -181,10 +184,26 @@ def test_a_demoted_block_that_is_referenced_stays_where_it_is(evicted: list[Bloc
 def test_forgetting_a_block_frees_its_memory_first(evicted: list[BlockKey]) -> None:
     pool = make_pool(2, evicted)
     block = pool.allocate()
-    pool.register(key(1), block)
+    pool.register(key(1), block, ROOT)
     assert pool.forget(block)
     assert not pool.forget(block)
     pool.check()
     pool.release(block)
     assert pool.lookup(key(1)) is None
     assert evicted == [key(1)]
+
+
+def test_a_reset_takes_out_a_root_or_some_keys_and_nothing_else(evicted: list[BlockKey]) -> None:
+    dropped: list[BlockKey] = []
+    pool = BlockPool(4, on_evict=evicted.append, on_reset=dropped.append)
+    for number, root in ((1, ROOT), (2, OTHER_ROOT), (3, ROOT), (4, OTHER_ROOT)):
+        block_id = pool.allocate()
+        pool.register(key(number), block_id, root)
+        pool.release(block_id)
+    assert pool.reset(Forget(roots=frozenset((OTHER_ROOT,)))) == 2
+    assert [pool.lookup(key(n)) is None for n in (1, 2, 3, 4)] == [False, True, False, True]
+    assert pool.reset(Forget(keys=frozenset((key(3), key(4))))) == 1
+    assert dropped == [key(2), key(4), key(3)]
+    assert pool.reset() == 1
+    assert evicted == []
+    pool.check()

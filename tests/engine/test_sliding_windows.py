@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
@@ -197,6 +198,18 @@ def test_a_later_prompt_stores_what_an_earlier_answer_did_not() -> None:
     second = make_request([*first.token_ids, 1], max_tokens=1)
     assert serve(scheduler, second, evicted=False) == floor(35)
     assert scheduler.kv.offload.stats()["cpu"].saved_blocks == len(second.prompt_token_ids) // 4
+
+
+def test_a_reset_tier_does_not_get_back_what_lies_on_the_device() -> None:
+    """Hits are offered again for what they make worth storing, not past a reset."""
+    scheduler = make(INTERLEAVED)
+    prompt = list(range(40))
+    serve(scheduler, make_request(prompt, max_tokens=1))
+    saved = scheduler.kv.offload.stats()["cpu"].saved_blocks
+    asyncio.run(scheduler.kv.offload.reset(["cpu"]))
+    assert serve(scheduler, make_request(prompt, max_tokens=1), evicted=False) == 36
+    stats = scheduler.kv.offload.stats()["cpu"]
+    assert (stats.saved_blocks, stats.blocks) == (saved, 0)
 
 
 @pytest.mark.parametrize(

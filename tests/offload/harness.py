@@ -85,6 +85,9 @@ class FaultyTier:
     def read(self, *args: Any) -> Any:
         return self._call("read", *args)
 
+    def read_meta(self, *args: Any) -> Any:
+        return self._call("read_meta", *args)
+
     def wipe(self) -> Any:
         return self._call("wipe")
 

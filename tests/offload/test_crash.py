@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from offload.disk_tier import DiskTier
-from tests.offload.harness import BLOCK_BYTES, content, key, meta, physical_bytes
-
-OpenDisk = Callable[..., DiskTier]
 ROOT = Path(__file__).parents[2]
-CAPACITY = 32 * 12288
 
 # Forks a writer for every system call of a save that evicts, and ends it just before that call;
 # with "half", the call writes half of what it should first.
@@ -96,23 +87,62 @@ for step in itertools.count(1):
     assert code == 9, code
 """
 
-WRITER = """
-import sys
+# Forks a writer a hundred times, kills it at some instant, and looks at what it leaves.
+ROUNDS = """
+import os, random, signal, sys, time
 from pathlib import Path
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from tests.offload.harness import *
 
-disk = DiskTier.open(Path(sys.argv[1]), fingerprint=FINGERPRINT, block_bytes=BLOCK_BYTES,
-                     capacity_bytes=int(sys.argv[2]))
-planner = Planner(CpuTier(8 * BLOCK_BYTES, block_bytes=BLOCK_BYTES), disk)
-assert "torch" not in sys.modules
-print("writing", flush=True)
-for number in range(10**9):
-    planner.commit(number % 500)
-    planner.round()
-    while planner.manager.pending_saves("disk") > 20:
+path, CAPACITY, ROUNDS = Path(sys.argv[1]), 32 * RECORD_BYTES, 100
+NUMBERS = {key(number): number for number in range(500)}
+
+
+def open_tier():
+    return DiskTier.open(path, fingerprint=FINGERPRINT, block_bytes=BLOCK_BYTES,
+                         capacity_bytes=CAPACITY)
+
+
+def write_for_ever(first, started):
+    planner = Planner(CpuTier(8 * BLOCK_BYTES, block_bytes=BLOCK_BYTES), open_tier())
+    os.write(started, b"!")
+    number = first
+    while True:
+        planner.commit(number % 500)
+        number += 1
         planner.round()
+        while planner.manager.pending_saves("disk") > 20:
+            planner.round()
+
+
+assert "torch" not in sys.modules
+rng = random.Random(7)
+found = orphans = 0
+for count in range(ROUNDS):
+    ready, started = os.pipe()
+    child = os.fork()
+    if not child:
+        write_for_ever(count * 37, started)
+    os.read(ready, 1)
+    time.sleep(rng.uniform(0.0, 0.02))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(ready), os.close(started)
+    assert physical_bytes(path) <= CAPACITY, count
+    orphans += len(list(path.rglob(".tmp.*")))
+    tier = open_tier()
+    assert not list(path.rglob(".tmp.*")), count
+    for held in tier.present():
+        entry = tier.pin(held)
+        into = bytearray(BLOCK_BYTES)
+        assert tier.read(entry, memoryview(into)) == meta(NUMBERS[held])
+        assert into == content(NUMBERS[held]), count
+        tier.unpin(entry)
+        found += 1
+    assert tier._used_bytes == physical_bytes(path), count
+    tier.close()
+print(found, orphans)
 """
 
 
@@ -129,30 +159,15 @@ def test_ended_at_each_step_of_a_save(how: str, tmp_path: Path) -> None:
     assert int(done.stdout) > 15  # it walked through the steps
 
 
-def test_killed_at_random(tmp_path: Path, open_disk: OpenDisk) -> None:
-    path = tmp_path / "store"
-    rng = random.Random(7)
-    found = 0
-    for _ in range(5):
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(CAPACITY)],
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        ) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"writing\n"
-            time.sleep(rng.uniform(0.02, 0.4))
-            writer.send_signal(signal.SIGKILL)
-        assert physical_bytes(path) <= CAPACITY
-        tier = open_disk(CAPACITY, path=path)
-        assert not list(path.rglob(".tmp.*"))
-        numbers = {key(number): number for number in range(500)}
-        for held in tier.present():
-            entry = tier.pin(held)
-            into = bytearray(BLOCK_BYTES)
-            assert tier.read(entry, memoryview(into)) == meta(numbers[held])
-            assert into == content(numbers[held])
-            tier.unpin(entry)
-            found += 1
-    assert found > 20
+def test_killed_a_hundred_times(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ROUNDS, str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    found, orphans = map(int, done.stdout.split())
+    assert found > 100
+    assert orphans > 10  # it was writing when it died

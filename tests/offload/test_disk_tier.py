@@ -561,16 +561,31 @@ def test_a_fresh_store_is_private_and_an_old_one_keeps_its_mode(
     assert stat.S_IMODE(used.stat().st_mode) == 0o755
 
 
-def test_many_blocks_open_fast(open_disk: OpenDisk, store: Path) -> None:
+def test_opening_looks_at_names_and_stat_alone(
+    open_disk: OpenDisk, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     open_disk()
     root = store / FINGERPRINT.hex()
-    for prefix in range(256):
-        (root / f"{prefix:02x}").mkdir()
-    for number in range(5_000):
+    for number in range(600):
         folder, name = block_name(named(number))
-        fd = os.open(root / folder / name, os.O_CREAT | os.O_WRONLY)
-        os.ftruncate(fd, RECORD_BYTES)
-        os.close(fd)
-    started = time.process_time()
-    assert open_disk().usage().blocks == 5_000
-    assert time.process_time() - started < 1
+        (root / folder).mkdir(exist_ok=True)
+        with (root / folder / name).open("wb") as file:
+            file.truncate(RECORD_BYTES)
+    calls: list[str] = []
+
+    def watch(step: str) -> None:
+        real = getattr(os, step)
+
+        def call(path: object, *args: object, **options: object) -> object:
+            calls.append(f"{step} {path}")
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(os, step, call)
+
+    for step in ("open", "stat", "scandir", "listdir"):
+        watch(step)
+    tier = open_disk()
+    assert tier.usage().blocks == 600
+    assert not [call for call in calls if ".kv" in call]
+    num_folders = len(list(root.iterdir()))
+    assert len(calls) <= 2 * num_folders + 30  # each directory opened and read once
