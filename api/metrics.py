@@ -239,6 +239,12 @@ class MetricsPage(Collector):
             {reason.value: stats.finished.get(reason.value, 0) for reason in FinishReason},
         )
         yield self._counters(
+            "kv_offload_load_audits",
+            "Loaded blocks computed anew while idle (--verify-loads), by result.",
+            "result",
+            {name: stats.load_audits.get(name, 0) for name in ("passed", "failed", "skipped")},
+        )
+        yield self._counters(
             "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position in the draft.",
             "position",

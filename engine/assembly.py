@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.audit_report import AuditReporter
 from engine.block_hash import kv_fingerprint
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -18,7 +19,9 @@ from engine.errors import StartupError
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_groups import KVGroup, describe_groups, group_layers
 from engine.kv_layout import KVLayout
+from engine.load_audit import LoadAuditor
 from engine.load_policy import LoadChooser
+from engine.load_samples import LoadSamples
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sessions import Sessions
@@ -123,6 +126,7 @@ class _Model:
     num_blocks: int
     block_bytes: int
     fingerprint: bytes
+    audit_threshold: float | None  # None: loads are not audited
 
 
 def _assemble_on_torch_thread(
@@ -148,12 +152,14 @@ def _assemble_on_torch_thread(
     tiers = _open_tiers(config, model.fingerprint, model.block_bytes)
     side = _open_side_store(config, model.fingerprint, tiers)
     offload = OffloadManager(tiers, block_bytes=model.block_bytes, wake=wake)
+    samples = LoadSamples(config.verify_loads, config.seed, config.block_size)
     kv = KVCacheManager(
         model.num_blocks,
         config.block_size,
         offload,
         groups=model.groups,
         offload_prompt_only=config.offload_prompt_only,
+        samples=samples if config.verify_loads else None,
     )
     sessions = Sessions(side)
     chooser = LoadChooser(config.load_policy, config.block_size, offload)
@@ -168,6 +174,10 @@ def _assemble_on_torch_thread(
         drafter=drafter,
         max_draft_tokens=0 if drafter is None else config.speculative_tokens,
         load_deadline=config.load_deadline,
+        auditor=LoadAuditor(kv, samples, threshold)
+        if (threshold := model.audit_threshold)
+        else None,
+        reporter=AuditReporter(config.cache_dir, model.fingerprint),
         sessions=sessions,
     )
     progress("ready", 100.0)
@@ -197,6 +207,7 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     import torch  # the heaviest import; it belongs to this thread like everything torch does
 
     from engine import attention
+    from engine.audit_threshold import calibrate
     from engine.kernels import load_kernels
     from engine.kv_cache import KVCache
     from engine.model_loader import load_model
@@ -222,6 +233,9 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)
     progress("self-test", 0.0)
     check_model(loaded, runner, config.block_size, num_blocks)
+    threshold = None
+    if config.verify_loads:
+        threshold = calibrate(runner, info, config.block_size, num_blocks)
     fingerprint = kv_fingerprint(
         info.fingerprint,
         kv_dtype=info.dtype,
@@ -229,7 +243,7 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
         block_size=config.block_size,
         format_version=KV_FORMAT_VERSION,
     )
-    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint)
+    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint, threshold)
 
 
 def _num_blocks(config: EngineConfig, block_bytes: int, groups: Sequence[KVGroup]) -> int:

@@ -347,7 +347,7 @@ class AsyncEngine:
                 self._finish_round()
                 if did_something or self._arrivals or self._aborts:
                     continue
-                if self._core.num_live or not self._idle_prefill.start():
+                if self._core.num_live or not (self._idle_prefill.start() or await self._audit()):
                     await self._sleep()
         except Exception as error:
             logger.exception("the engine loop failed")
@@ -360,6 +360,8 @@ class AsyncEngine:
 
     def _take_inbox(self) -> None:
         self._wake.clear()
+        if not self._accepting:
+            self._core.stop_audit()
         if self._arrivals:
             self._idle_prefill.give_way()
         while self._arrivals:
@@ -374,6 +376,10 @@ class AsyncEngine:
                 waiter.set_result(None)
         if not self._known_ids:
             self._drained.set()
+
+    async def _audit(self) -> bool:
+        """With nothing else to do, a pass of checking loads; False if there is none to do."""
+        return self._accepting and await self._core.audit()
 
     def _stop_idle_prefill(self) -> None:
         """Drop what waits, end what runs: between two steps, like every abort."""

@@ -59,6 +59,13 @@ class BlockPool:
     def lookup(self, key: BlockKey) -> int | None:
         return self._cached.get(key)
 
+    def known(self) -> list[BlockKey]:
+        """Every key in the prefix map."""
+        return list(self._cached)
+
+    def is_cold(self, block_id: int) -> bool:
+        return block_id in self._cold
+
     def key_of(self, block_id: int) -> BlockKey | None:
         return self._keys[block_id]
 

@@ -41,6 +41,7 @@ class EngineConfig:
     disk_tier_optional: bool = False  # serve without it if it cannot be opened
     offload_prompt_only: bool = False
     load_policy: LoadPolicy = "auto"
+    verify_loads: float = 0.0  # share of loaded blocks computed anew in idle time, 0..1
     load_deadline: float = 30.0  # a load unfinished after this is a miss
     speculative: str = "off"  # off | package.module:DrafterClass
     speculative_tokens: int = 4

@@ -12,12 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from engine.audit_report import AuditReporter
 from engine.block_hash import chain_hashes
 from engine.detokenizer import Detokenizer
 from engine.drafter import DraftContext, GuardedDrafter
 from engine.kv_cache_manager import KVCacheManager
+from engine.load_audit import LoadAuditor
 from engine.load_policy import LoadChooser
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
@@ -66,6 +68,8 @@ class EngineCore:
         max_draft_tokens: int,
         load_deadline: float,
         sessions: Sessions,
+        auditor: LoadAuditor | None = None,
+        reporter: AuditReporter | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.kv = kv
@@ -76,6 +80,8 @@ class EngineCore:
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._load_deadline = load_deadline
+        self.auditor = auditor
+        self._reporter = reporter
         self._sessions = sessions
         self._live: dict[str, LiveRequest] = {}
         self._num_failed_steps = 0
@@ -86,6 +92,7 @@ class EngineCore:
 
     def add(self, live: LiveRequest) -> None:
         """Take a validated request into the queue; its id must not be in use."""
+        self.stop_audit()
         self._live[live.request.request_id] = live
         self._begin_turn(live)
         self.scheduler.add(live.request)
@@ -196,6 +203,26 @@ class EngineCore:
         for request in self.scheduler.running:
             if request.times.first_scheduled is None:
                 request.times.first_scheduled = now
+
+    async def audit(self) -> bool:
+        """Idle time: one pass of checking what was loaded; False if there is nothing to check.
+
+        Legal while no request is live. Cancelling it is not supported, as for `step`.
+        """
+        planned = None if self.auditor is None else self.auditor.next_pass()
+        if self.auditor is None or planned is None:
+            return False
+        loop = asyncio.get_running_loop()
+        output = await loop.run_in_executor(self._torch_thread, self._runner.audit, planned)
+        for failure in self.auditor.settle(output):
+            if self._reporter is not None:
+                await asyncio.to_thread(self._reporter.report, failure)
+        return True
+
+    def stop_audit(self) -> None:
+        """Somebody wants what an audit holds; it begins anew when the engine is idle again."""
+        if self.auditor is not None:
+            self.auditor.give_way()
 
     # --- plan to input ----------------------------------------------------------------------
 
@@ -486,12 +513,16 @@ class EngineCore:
             idle_prefill_tokens=counters.idle_prefill_tokens,
             failed_steps=counters.failed_steps,
             failed_checks=counters.failed_checks,
+            load_audits=asdict(self.auditor.counts()) if self.auditor else {},
             tiers=self.offload.stats(),
         )
 
     def check(self) -> None:
         """Conservation laws, raising AssertionError; cheap enough for every test step."""
-        self.kv.check(self.scheduler.live())
+        audit = self.auditor
+        borrowers = audit.borrowers() if audit else []
+        audited = audit.audited() if audit else []
+        self.kv.check([*self.scheduler.live(), *borrowers], audited)
         waiting_for_loads = {r.request_id for r in self.scheduler.loading}
         assert all(r.pending_loads for r in self.scheduler.loading), waiting_for_loads
         ids = {request.request_id for request in self.scheduler.live()}

@@ -64,6 +64,10 @@ class KVCache:
         """Values of one layer: a strided view [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self._values[layer]
 
+    def planes(self, block_id: int, num_layers: int) -> torch.Tensor:
+        """A block's first layers: float32 [num_layers, key or value, head, token, head_dim]."""
+        return self._pages[block_id, :num_layers].float()
+
     def block_buffer(self, block_id: int) -> memoryview:
         """The bytes of one block, writable, `layout.block_bytes` long; for saves and loads.
 

@@ -20,9 +20,11 @@ from engine.block_chain import hash_at, meta_at
 from engine.block_pool import BlockPool
 from engine.kv_groups import KVGroup, max_blocks_held, required_blocks
 from engine.kv_loads import KVLoads
+from engine.load_samples import LoadSamples
 from engine.prefix_match import DEVICE, BlockHit, PrefixHit, PrefixMatcher
 from engine.request import NO_BLOCK, Request, committed_len
-from offload.history import RESET
+from offload.history import FAILED_VERIFICATION, RESET
+from offload.lineage import Suspects
 from offload.manager import OffloadManager
 from offload.tier import BlockHash, BlockKey, Forget
 
@@ -38,6 +40,7 @@ class KVCacheManager:
         *,
         groups: Sequence[KVGroup] = (KVGroup(0),),
         offload_prompt_only: bool = False,
+        samples: LoadSamples | None = None,
     ) -> None:
         self.block_size = block_size
         self.groups = tuple(groups)
@@ -47,7 +50,7 @@ class KVCacheManager:
             on_evict=offload.withdraw,
             on_reset=partial(offload.withdraw, what=RESET),
         )
-        self.loads = KVLoads(self.pool, offload)
+        self.loads = KVLoads(self.pool, offload, samples)
         self._matcher = PrefixMatcher(self.groups, block_size, self.pool, self.loads, offload)
         self._full = [group for group in self.groups if group.window is None]
         self._windows = [group for group in self.groups if group.window is not None]
@@ -385,8 +388,45 @@ class KVCacheManager:
                 self.pool.demote(block_id)
         self.offload.age(keys)
 
-    def check(self, live: Iterable[Request]) -> None:
-        """Conservation laws: every reference belongs to a table or a load."""
+    def forget(self, suspects: Suspects) -> int:
+        """Take these blocks out of the prefix map. Legal while no request is live: what one has
+        computed from them would enter the map again. How many there were."""
+        suspected = [key for key in self.pool.known() if key.block_hash in suspects]
+        for key in suspected:
+            block_id = self.pool.lookup(key)
+            assert block_id is not None
+            self.pool.forget(block_id)
+            self.offload.withdraw(key, FAILED_VERIFICATION)
+        return len(suspected)
+
+    # --- blocks for an audit ----------------------------------------------------------------
+
+    def borrow(self, request: Request, limit: int, cold: list[int]) -> bool:
+        """Tables for computing `request` without anybody knowing: what the device holds of its
+        prefix, and at most `limit` private blocks of all groups for the rest. They are never
+        committed; `release` ends it.
+
+        `cold` gets the blocks that nobody was expected to look for, to be demoted again. False,
+        with nothing held, if that is too many or the pool is short.
+        """
+        hit = self._matcher.match(request)
+        num_blocks = self.num_blocks_for(request.num_tokens)
+        if (num_blocks - hit.num_device) * len(self.groups) > limit:
+            return False
+        request.block_tables = [[NO_BLOCK] * num_blocks for _ in self.groups]
+        for block in hit.device:
+            assert block.block_id is not None
+            cold += [block.block_id] if self.pool.is_cold(block.block_id) else []
+            self.pool.reference(block.block_id)
+            request.block_tables[block.key.group][block.index] = block.block_id
+        request.num_computed_tokens = hit.num_device * self.block_size
+        if self._cover(request, self.groups, request.num_tokens):
+            return True
+        self.release(request)
+        return False
+
+    def check(self, live: Iterable[Request], audited: Iterable[int] = ()) -> None:
+        """Conservation laws: every reference belongs to a table, a load or an audit."""
         self.pool.check()
         self.offload.check()
         references = [0] * self.pool.num_blocks
@@ -395,10 +435,10 @@ class KVCacheManager:
                 for block_id in table:
                     if block_id != NO_BLOCK:
                         references[block_id] += 1
-        for load in self.loads.active():
-            references[load.block_id] += 1
+        for block_id in (*(load.block_id for load in self.loads.active()), *audited):
+            references[block_id] += 1
         actual = [self.pool.ref_count(block_id) for block_id in range(self.pool.num_blocks)]
-        assert actual == references, "references do not match block tables and loads"
+        assert actual == references, "references do not match block tables, loads and audits"
 
 
 def _taken(hit: PrefixHit, start: int) -> list[BlockHit]:

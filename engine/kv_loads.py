@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
+from engine.load_samples import LoadSamples
 from engine.request import Request
 from offload.manager import OffloadManager
 from offload.tier import BlockKey, BlockMeta, Forget
@@ -29,6 +30,7 @@ class KVLoad:
     tier: str
     copying: bool = False  # handed out: the destination is being written
     publish: bool = True  # False after a cache reset: the bytes serve their waiters alone
+    origin: tuple[Request, int] | None = None  # who asked first, for which of its blocks
     wanted: bool = False  # a prefetch: it goes on though nobody waits for it
     waiters: list[Request] = field(default_factory=list)
 
@@ -36,7 +38,10 @@ class KVLoad:
 class KVLoads:
     """The table of loads; engine loop only."""
 
-    def __init__(self, pool: BlockPool, offload: OffloadManager) -> None:
+    def __init__(
+        self, pool: BlockPool, offload: OffloadManager, samples: LoadSamples | None = None
+    ) -> None:
+        self._samples = samples
         self._pool = pool
         self._offload = offload
         self._by_key: dict[BlockKey, KVLoad] = {}
@@ -55,7 +60,8 @@ class KVLoads:
     ) -> None:
         """Load block `index` of `request` into `block_id`, which it already references."""
         ticket = self._offload.load(key, block_id, tier)
-        load = KVLoad(ticket, key, meta, block_id, tier, waiters=[request])
+        origin = (request, index)
+        load = KVLoad(ticket, key, meta, block_id, tier, origin=origin, waiters=[request])
         self._pool.reference(block_id)
         self._by_key[key] = self._by_ticket[ticket] = load
         request.pending_loads[ticket] = index
@@ -64,6 +70,7 @@ class KVLoads:
         """Wait for a load somebody else started; `request` already references its block."""
         load = self._by_key[key]
         load.waiters.append(request)
+        load.origin = load.origin or (request, index)
         request.pending_loads[load.ticket] = index
 
     def prefetch(self, key: BlockKey, meta: BlockMeta, block_id: int, tier: str) -> int:
@@ -95,6 +102,8 @@ class KVLoads:
         load = self._remove(ticket)
         if load.publish and self._pool.register(load.key, load.block_id, load.meta.root_hash):
             self._offload.hold(load.key, load.meta, load.block_id)
+            if self._samples is not None and load.origin is not None:
+                self._samples.draw(*load.origin, load.key, load.block_id, load.tier)
         self._pool.release(load.block_id)
         for request in load.waiters:
             del request.pending_loads[ticket]
@@ -131,6 +140,8 @@ class KVLoads:
             if where is None or where.matches(load.key, load.meta.root_tag):
                 load.publish = False
                 self._by_key.pop(load.key, None)
+        if self._samples is not None:
+            self._samples.clear()
 
     def _remove(self, ticket: int) -> KVLoad:
         load = self._by_ticket.pop(ticket)

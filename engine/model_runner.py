@@ -23,7 +23,8 @@ from engine.kv_groups import KVGroup
 from engine.outputs import TokenLogprobs
 from engine.paged_batch import GroupedBatch, PagedBatch
 from engine.sampler import Sampled, Unsampled, prompt_logprobs, sample
-from engine.step import SequenceInput, StepInput, StepOutput
+from engine.slot_error import compare
+from engine.step import AuditInput, AuditOutput, SequenceInput, StepInput, StepOutput
 from offload.transfers import CopyIn, CopyOut
 
 
@@ -85,6 +86,16 @@ class ModelRunner:
             copy_out_seconds=copied_out - started,
             copy_in_seconds=copied_in - copied_out,
         )
+
+    @torch.inference_mode()
+    def audit(self, step: AuditInput) -> AuditOutput:
+        """A failing pass is returned as `AuditOutput.error`."""
+        try:
+            self.logits(self.pack(step.sequences))
+            layers = [group.layers for group in self.groups]
+            return AuditOutput([compare(self._kv, layers[p.group], p) for p in step.pairs])
+        except Exception as error:  # whatever a model raises ends this audit alone
+            return AuditOutput(error=error)
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[SequenceInput]) -> StepOutput:

@@ -42,5 +42,6 @@ class EngineStats:
     transcript_bytes: int = 0  # of all records kept beside the KV
     transcript_pending: int = 0  # records on their way to the disk tier's directory
     failed_steps: int = 0
+    load_audits: dict[str, int] = field(default_factory=dict)  # loaded blocks checked, by result
     failed_checks: int = 0  # idle-time conservation checks that did not add up
     tiers: dict[str, TierStats] = field(default_factory=dict)

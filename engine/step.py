@@ -48,3 +48,48 @@ class StepOutput:
     copy_out_seconds: float = 0.0  # of all copies out
     copy_in_seconds: float = 0.0  # of all copies in
     error: Exception | None = None  # the pass failed; the copies had been made
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPair:
+    """A device block, and another into which the same was computed."""
+
+    group: int
+    block_id: int
+    computed_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditInput:
+    """A pass that draws nothing, then comparisons."""
+
+    sequences: Sequence[SequenceInput]
+    pairs: Sequence[BlockPair] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotError:
+    """Where two blocks differ most: |a - b| over one head's vector, as a share of its length."""
+
+    error: float  # inf where one of them is not finite
+    layer: int  # of the model
+    part: str  # key | value
+    head: int
+    slot: int  # token of the block
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What came of one `BlockPair`; digests are SHA-256 in hex, of each block's bytes."""
+
+    worst: SlotError
+    digest: str
+    computed_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOutput:
+    """One comparison per pair, or the error that the pass ended with."""
+
+    comparisons: Sequence[Comparison] = ()
+    error: Exception | None = None

@@ -294,6 +294,10 @@ class BlockDirectory:
         finally:
             os.close(fd)
 
+    def path_of(self, block: BlockName) -> Path:
+        """Where a stored block lies, for a person to look at."""
+        return self._path.joinpath(self._name, *block_name(block))
+
     def find_elsewhere(self, metas_under: MetasUnder) -> dict[int, str]:
         """See `store_scan.find_elsewhere`. Raises OSError if the directory cannot be read."""
         return find_elsewhere(self._dir_fd, self._name, metas_under)

@@ -10,7 +10,7 @@ nobody keeps it any more, but its holders may still release their pins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from offload.eviction import EvictionOrder
 from offload.tier import TAG_BYTES, BlockHash, BlockKey, BlockState, Entry, Forget, FoundBlock
@@ -57,6 +57,10 @@ class BlockIndex:
     def stored(self) -> dict[BlockKey, Entry]:
         """A copy of what is PRESENT or EVICTING: whose bytes the index counts."""
         return self._stored.copy()
+
+    def entries(self) -> Collection[Entry]:
+        """PRESENT and EVICTING; a view, to be looked at before anything changes."""
+        return self._stored.values()
 
     def children(self, parent_hash: BlockHash) -> list[BlockKey]:
         """PRESENT blocks whose parent's hash begins like this one."""

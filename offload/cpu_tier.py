@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from offload.block_index import BlockIndex
 from offload.history import RESET, eviction, unheard
@@ -75,6 +75,12 @@ class CpuTier:
 
     def children(self, parent_hash: BlockHash) -> list[BlockKey]:
         return self._index.children(parent_hash)
+
+    def entries(self) -> Collection[Entry]:
+        return self._index.entries()
+
+    def location(self, entry: Entry) -> None:
+        return None
 
     def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
         if self._index.state(key) is not BlockState.ABSENT:

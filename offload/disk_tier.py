@@ -19,7 +19,7 @@ import errno
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from offload.block_directory import BlockDirectory
@@ -160,6 +160,12 @@ class DiskTier:
 
     def children(self, parent_hash: BlockHash) -> list[BlockKey]:
         return self._index.children(parent_hash)
+
+    def entries(self) -> Collection[Entry]:
+        return self._index.entries()
+
+    def location(self, entry: Entry) -> str:
+        return str(self._directory.path_of(_name(entry)))
 
     def slot(self, entry: Entry) -> memoryview:
         raise ValueError("blocks on disk have no memory")

@@ -167,6 +167,12 @@ class Lane:
 
     def _wiped(self, job: Job) -> None:
         self.num_wipes -= 1
+        if job.error is not None:
+            logger.warning(
+                "%s tier: a restart may find blocks that were dropped: %s",
+                self.tier.name,
+                job.error,
+            )
         self.survey()  # removes what was renamed away, and counts its bytes off
 
     def snapshot(self, pending_saves: int) -> TierStats:

@@ -5,7 +5,7 @@
     load, start_loads        bring blocks back             copied_in
     cancel                   think better of it            check         the conservation laws
     pin, unpin, age          what to keep, what to give    fate          what became of a block
-    flush, reset, close
+    condemn                  a block was found bad         flush, reset, close
 
 Everything is called by one task, the planner, and nothing blocks: disk work runs on daemon threads
 and its results are taken in `poll`. The manager calls `wake` whenever a `poll` would have news,
@@ -18,17 +18,28 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
-from offload.history import EVICTED, Fate, History
+from offload.history import EVICTED, FAILED_VERIFICATION, Fate, History
 from offload.inquiry import Inquiry
 from offload.io_threads import Job, Urgency
 from offload.lane import Lane
+from offload.lineage import Link, Suspects
 from offload.load_table import LoadTable
 from offload.pins import PinTable
 from offload.save_queue import SaveQueue, SaveTally
 from offload.staging import Staging
-from offload.tier import BlockKey, BlockMeta, Forget, OffloadError, Tier, TierStats, chain_order
+from offload.tier import (
+    TAG_BYTES,
+    BlockHash,
+    BlockKey,
+    BlockMeta,
+    Forget,
+    OffloadError,
+    Tier,
+    TierStats,
+    chain_order,
+)
 from offload.transfers import CopyIn, CopyOut, Transfers
 
 _MAX_ROUND_BYTES = 64 << 20  # copied in one round, each way: a forward pass waits for it
@@ -340,7 +351,20 @@ class OffloadManager:
         empty and the rest goes on. KeyError for an unknown tier, before anything is dropped;
         OffloadError if it could not be made durable.
         """
-        lanes = [self._lane(name) for name in tiers]
+        dropped, wipes = self._drop([self._lane(name) for name in tiers], where)
+        for lane, wipe in wipes:
+            error = await self._finish(lane, wipe)
+            if error is not None:
+                raise OffloadError(
+                    f"tier {lane.tier.name} holds none of it now, but a restart may find its old "
+                    f"blocks: {error}"
+                ) from error
+        return dropped
+
+    def _drop(
+        self, lanes: Sequence[Lane], where: Forget | None
+    ) -> tuple[dict[str, int], list[tuple[Lane, Job]]]:
+        """At once: blocks dropped by tier, and what makes it durable."""
         dropped: dict[str, int] = {}
         wipes: list[tuple[Lane, Job]] = []
         for lane in lanes:  # all of them first: what one tier holds tells what another waits for
@@ -352,14 +376,39 @@ class OffloadManager:
             if not lane.in_memory:
                 wipes.append((lane, lane.wipe(where)))
         self._saves.drop_lost()
-        for lane, wipe in wipes:
-            error = await self._finish(lane, wipe)
-            if error is not None:
-                raise OffloadError(
-                    f"tier {lane.tier.name} holds none of it now, but a restart may find its old "
-                    f"blocks: {error}"
-                ) from error
-        return dropped
+        return dropped, wipes
+
+    def condemn(self, key: BlockKey, root: BlockHash, tier: str) -> tuple[Suspects, list[str]]:
+        """A block that `tier` served, of the chain of `root`, was found bad though it had passed
+        verification. It goes from every tier, and with it all that may have been computed from it.
+
+        Nothing of them that is stored, pending or in flight is served again; a file that cannot be
+        removed is logged, and a restart may find it. The device's copies are the caller's to
+        forget before anything is offered. Returns which blocks are meant, and where the bad one's
+        bytes lie.
+        """
+        suspects = Suspects(self._links(), key.block_hash, root)
+        condemned = {held for held, _ in self._saves.metas() if held.block_hash in suspects}
+        locations: list[str] = []
+        stored: list[tuple[Lane, BlockKey]] = []
+        for lane in self._lanes:
+            lane.stats.verify_failures += lane.tier.name == tier
+            bad = [entry for entry in lane.tier.entries() if entry.key.block_hash in suspects]
+            stored += [(lane, entry.key) for entry in bad]
+            places = [lane.tier.location(entry) for entry in bad if entry.key == key]
+            locations += [place for place in places if place is not None]
+        condemned.update(held for _, held in stored)
+        self._drop(self._lanes, Forget(keys=frozenset(condemned)))
+        for lane, held in stored:
+            lane.note(held, FAILED_VERIFICATION)
+        return suspects, locations
+
+    def _links(self) -> Iterator[Link]:
+        for lane in self._lanes:
+            for entry in lane.tier.entries():
+                yield Link(entry.key.block_hash[:TAG_BYTES], entry.root_tag, entry.parent_tag)
+        for key, meta in self._saves.metas():
+            yield Link(key.block_hash[:TAG_BYTES], meta.root_tag, meta.parent_tag)
 
     async def close(self, pump: Callable[[], Awaitable[None]] | None = None) -> None:
         """Stop; flush first if `pump` is given. What has not started is dropped, calls in flight

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -394,6 +394,11 @@ class SaveQueue:
                 del self._active[name, key]
                 lane.note(key, RESET)
                 self._tell(lane, key, saved=False)
+
+    def metas(self) -> Iterator[tuple[BlockKey, BlockMeta]]:
+        """Of what the device holds and of saves that have not ended."""
+        yield from ((key, meta) for key, (meta, _) in self._resident.items())
+        yield from ((save.key, save.meta) for save in self._held)
 
     def drop_lost(self) -> None:
         """Memory was reset: saves that were still to be made from it have no source any more."""

@@ -20,7 +20,7 @@ Between `reserve` and `settle` a block is invisible and its room is taken; betwe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -233,6 +233,12 @@ class Tier(Protocol):
 
     def children(self, parent_hash: BlockHash) -> list[BlockKey]:
         """PRESENT blocks that follow this one or this root, by the beginning of its hash."""
+
+    def entries(self) -> Collection[Entry]:
+        """Of all PRESENT and EVICTING blocks; to be looked at, not changed."""
+
+    def location(self, entry: Entry) -> str | None:
+        """Where a person finds a stored block; None in memory."""
 
     def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
         """ABSENT -> SAVING, evicting as needed. None: no room now, ask again.

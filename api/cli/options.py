@@ -111,6 +111,16 @@ def _parse_seconds(text: str) -> float:
     return value
 
 
+def _parse_share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"takes a number from 0 to 1, not {text!r}")
+    return value
+
+
 def integer(low: int, high: int | None = None) -> Kind:
     def parse(text: str) -> int:
         value = int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else None
@@ -144,6 +154,7 @@ TEXT = Kind("TEXT", _parse_text, (str,), quote)
 PATH = Kind("DIR", _parse_path, (str,), lambda value: quote(str(value)))
 SWITCH = Kind("", _parse_switch, (bool,), lambda value: "true" if value else "false")
 SECONDS = Kind("SECONDS", _parse_seconds, (int, float, str), lambda value: f"{value:g}")
+SHARE = Kind("SHARE", _parse_share, (int, float, str), lambda value: repr(float(value)))
 SIZE = Kind("SIZE", parse_size, (int, str), lambda value: quote(format_size(value)))
 
 MODEL = "Model"
@@ -313,6 +324,13 @@ class ServeOptions:
         TIERS,
         "auto",
         "auto loads unless recomputing is measured to be cheaper.",
+    )
+
+    verify_loads: float = option(
+        SHARE,
+        TIERS,
+        0.0,
+        "Share of loaded blocks, 0 to 1, that are computed anew in idle time and compared.",
     )
 
     speculative: str = option(

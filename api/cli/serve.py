@@ -114,6 +114,7 @@ def engine_config(options: ServeOptions, model: str) -> EngineConfig:
         disk_tier_optional=options.disk_tier_optional,
         offload_prompt_only=options.offload_prompt_only,
         load_policy=cast(LoadPolicy, options.load_policy),
+        verify_loads=options.verify_loads,
         speculative=options.speculative,
         speculative_tokens=options.speculative_tokens,
         transcript_cache=cast(OnOff, options.transcript_cache),

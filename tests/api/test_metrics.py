@@ -52,6 +52,8 @@ def test_vllms_names_and_labels(http: httpx.Client, server: LiveServer) -> None:
         value(samples, f"vllm:{name}")
     for name in TIER_COUNTERS:
         value(samples, f"vllm:{name}", tier="cpu")
+    for result in ("passed", "failed", "skipped"):
+        value(samples, "vllm:kv_offload_load_audits_total", result=result)
     for name in HISTOGRAMS:
         value(samples, f"vllm:{name}_count")
         value(samples, f"vllm:{name}_bucket", le="+Inf")
