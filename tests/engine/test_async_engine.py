@@ -355,7 +355,7 @@ async def test_seeded_answers_repeat_and_unseeded_ones_differ(
     [
         ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "--max-num-batched-tokens"),
         ({"kv_blocks": 3, "kv_memory": 1 << 20}, "--kv-memory or --kv-blocks"),
-        ({"kv_blocks": None, "kv_memory": 100}, "holds not one KV block"),
+        ({"kv_blocks": None, "kv_memory": 100}, "holds 0 KV blocks"),
         ({"cpu_tier": 100}, "--cpu-tier 100: cpu tier: 100 bytes hold no block"),
         ({"disk_tier": Path("/proc/overwinter")}, "/proc/overwinter"),
         ({"speculative": "ngram"}, "ngram"),
