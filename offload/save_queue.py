@@ -397,7 +397,7 @@ class SaveQueue:
 
     def metas(self) -> Iterator[tuple[BlockKey, BlockMeta]]:
         """Of what the device holds and of saves that have not ended."""
-        yield from ((key, meta) for key, (meta, _) in self._resident.items())
+        yield from ((key, meta) for key, (meta, _) in self.resident.items())
         yield from ((save.key, save.meta) for save in self._held)
 
     def drop_lost(self) -> None:

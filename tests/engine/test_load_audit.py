@@ -120,7 +120,7 @@ def test_what_has_left_the_device_is_skipped() -> None:
     assert gone is not None
     pool.forget(gone)
     other = pool.allocate()  # the key came back, in another block
-    pool.register(loaded.key(0), other)
+    pool.register(loaded.key(0), other, make_request(PROMPT).root_hash)
     pool.release(other)
     step = loaded.auditor.next_pass()
     assert step is not None
