@@ -449,17 +449,17 @@ class _Connection:
         """All or none, in order."""
         if not changes:
             return
-        try:
-            self._apply(changes)
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != _FULL:
-                raise
-            # Another process fills the file too: the oldest records, whoever wrote them, give way.
+        for is_last in (False, False, False, True):
+            try:
+                return self._apply(changes)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != _FULL or is_last:
+                    raise
+            # Other processes fill the file too: the oldest records, whoever wrote them, give way.
             self._database.execute(
                 "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records ORDER BY written"
-                " LIMIT 1 + (SELECT count(*) / 4 FROM records))"
+                " LIMIT 1 + (SELECT count(*) / 2 FROM records))"
             )
-            self._apply(changes)
 
     def _apply(self, changes: list[_Change]) -> None:
         execute = self._database.execute
