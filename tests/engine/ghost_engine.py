@@ -29,6 +29,7 @@ from engine.prefix_match import PrefixHit
 from engine.request import Request, RequestState
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
+from engine.sessions import Sessions
 from engine.step import StepInput, StepOutput
 from offload import lane as lane_module
 from offload import manager as manager_module
@@ -37,6 +38,7 @@ from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.io_threads import Job, Urgency
 from offload.manager import OffloadManager
+from offload.side_store import SideStore
 from offload.tier import (
     BlockMeta,
     Entry,
@@ -288,6 +290,7 @@ class GhostEngine:
             drafter=self.drafter,  # type: ignore[arg-type]
             max_draft_tokens=shape.max_drafts,
             load_deadline=1e9,
+            sessions=Sessions(SideStore.open(None, max_bytes=1 << 20)),
         )
 
     def _open_tiers(self) -> list[Tier]:
