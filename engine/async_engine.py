@@ -202,7 +202,8 @@ class AsyncEngine:
         load it is dropped sooner or later, and so is whatever waits when the caches are reset or
         the engine closes; nothing is reported but counters.
         """
-        if self._accepting and self.healthy:
+        # The answer is a part of that prompt, and would be stored as one.
+        if self._accepting and self.healthy and not self.config.offload_prompt_only:
             self._idle_prefill.put(source, self.space(cache_salt))
 
     def _enqueue(

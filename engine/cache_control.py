@@ -130,7 +130,8 @@ class CacheControl:
         if key is not None:
             hashes = self._sessions.get(space, key).blocks
             for request in self._core.live_under(space, key):
-                hashes += self._core.kv.begun(request)
+                self._core.kv.begun(request)  # hashes what it has begun
+                hashes += request.block_hashes  # and what it stored before it was preempted
             return Forget(keys=frozenset(self._core.kv.keys(hashes)))
         return None if cache_salt is None else Forget(roots=frozenset((space,)))
 

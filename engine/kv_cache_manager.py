@@ -241,11 +241,12 @@ class KVCacheManager:
             for index in self._required(group, end):
                 self._offer(request, group, index, reachable=True)
 
-    def touch(self, request: Request, again: bool = False) -> None:
-        """Make the committed chain recent in every tier, its root most of all; `again` if the
-        request found it."""
-        hashes = request.block_hashes[: request.num_committed_blocks]
-        end = request.num_committed_blocks * self.block_size
+    def touch(self, request: Request, num_found: int = 0) -> None:
+        """Make the committed chain recent in every tier, its root most of all; `num_found` blocks
+        if the request, that has just come, found so many somewhere: these are used again."""
+        num_blocks, again = num_found or request.num_committed_blocks, bool(num_found)
+        hashes = request.block_hashes[:num_blocks]
+        end = num_blocks * self.block_size
         windows = {group.index: self._required(group, end) for group in self._windows}
         self.offload.touch(
             [

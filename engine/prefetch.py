@@ -51,7 +51,9 @@ class Prefetcher:
         """
         kv = self._kv
         before = {key: kv.nearest(key) for key, _ in blocks}
-        kv.offload.touch([key for key, _ in blocks])  # none makes way for another of them
+        # None makes way for another of them.
+        kv.offload.touch([key for key, _ in blocks])
+        self._keep_roots([key for key, _ in blocks])
         num_room = self._device_room()
         num_memory = int(kv.offload.memory_blocks * MAX_SHARE)
         in_flight: set[int] = set()
@@ -60,7 +62,8 @@ class Prefetcher:
                 source = kv.nearest(key)
                 if source in (None, DEVICE):
                     continue
-                if num_room > 0 and not self._scheduler.waiting:
+                room = min(num_room, self._device_room())  # requests have grown meanwhile
+                if room > 0 and not self._scheduler.waiting:
                     ticket = self._to_device(key, meta)
                     num_room -= 1
                 else:

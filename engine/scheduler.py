@@ -305,8 +305,10 @@ class Scheduler:
         self._leave_queue(request)
         self.kv.admit(request, hit, loads.start)
         request.load_patience = loads.patience
-        # Coming back after a preemption it finds what it stored itself.
-        self.kv.touch(request, again=not request.admitted_once)
+        # Coming back after a preemption it finds what it stored itself; one that nobody sent says
+        # nothing about what will be asked for.
+        is_asked = not request.admitted_once and not request.is_background
+        self.kv.touch(request, hit.num_held if is_asked else 0)
         self._num_admissions += 1
         self._note_sources(request, hit, loads.start)
         self._count_cached(request)

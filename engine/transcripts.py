@@ -150,8 +150,9 @@ class Transcripts:
             token_ids = match.token_ids + rest
             parent, num_inherited = match.key, match.num_prompt_ids
         if not token_ids or self._speller.of_ids(token_ids) != spelling:
-            # Not to be kept: nobody could prove later what these ids stand for.
-            return Reading(token_ids, num_known)
+            # Not to be kept: nobody could prove later what these ids stand for. Nor to be used, if
+            # any were remembered: then the text is tokenised as ever.
+            return Reading(token_ids if match is None else self._tokenizer.encode_marked(marked))
         key = _key_of(spelling)
         if key == parent:  # the same prompt again
             parent, num_inherited = b"", 0

@@ -139,9 +139,14 @@ class DiskTier:
 
     def state(self, key: BlockKey) -> BlockState:
         entry = self._index.find(key)
-        if entry is not None and not entry.pins and entry.recency < self._expire_before():
+        if entry is not None and self._is_expired(entry, self._expire_before()):
             self._expire(entry)
         return self._index.state(key)
+
+    @staticmethod
+    def _is_expired(entry: Entry, before: float) -> bool:
+        """Neither a pin of a moment nor one that lasts keeps it."""
+        return not entry.pins and not entry.keeps and entry.recency < before
 
     def _expire_before(self) -> float:
         return self._clock() - self.ttl_seconds if self.ttl_seconds else -math.inf
@@ -280,9 +285,7 @@ class DiskTier:
             self._limit_bytes = self._used_bytes
 
     def pin(self, key: BlockKey) -> Entry:
-        if self.state(key) is not BlockState.PRESENT:
-            raise KeyError(key)
-        return self._index.pin(key)
+        return self._index.pin(key)  # one that expires just now was still promised by `state`
 
     def unpin(self, entry: Entry) -> None:
         self._index.unpin(entry)
@@ -357,7 +360,7 @@ class DiskTier:
         before = self._expire_before()
         if self.ttl_seconds:
             for entry in self._index.stored().values():
-                if not entry.pins and entry.recency < before:
+                if self._is_expired(entry, before):
                     self._expire(entry)
         known = self._index.stored()
         return SurveyRequest(self._epoch, self._num_drops, known, touched, before)

@@ -195,7 +195,7 @@ class SideStore:
             for record in gone:
                 self._remove(record)
             for name in [name for name, change in self._pending.items() if _is_of(change, space)]:
-                del self._pending[name]
+                self._supersede(name, self._num_changes + 1)
             self._change(_Change(0, space=space))
             return len(gone)
 
@@ -206,7 +206,8 @@ class SideStore:
             self._records.clear()
             self._keys.clear()
             self._num_bytes = 0
-            self._pending.clear()
+            for name in list(self._pending):
+                self._supersede(name, self._num_changes + 1)
             self._change(_Change(0))
             return num_records
 
@@ -246,13 +247,20 @@ class SideStore:
         self._num_changes += 1
         change.number = self._num_changes
         name = change.record or change.space or ()
+        self._supersede(name, change.number)
         self._pending[name] = change
-        self._pending.move_to_end(name)
         if len(self._pending) > _MAX_PENDING:  # forgetting a tenant is never given up
             oldest = next(n for n, c in self._pending.items() if c.record is not None)
             del self._pending[oldest]
             self._failures += 1
         self._condition.notify_all()
+
+    def _supersede(self, name: object, number: int) -> None:
+        """A newer change takes the place of a pending one: whoever waits for that waits on."""
+        old = self._pending.pop(name, None)
+        for ticket in self._tickets:
+            if old is not None and ticket.number >= old.number:
+                ticket.number = number
 
     # --- the file ---------------------------------------------------------------------------
 

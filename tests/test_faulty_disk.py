@@ -60,7 +60,7 @@ def server(
     for name, value in disk.environ.items():
         monkeypatch.setenv(name, value)
     command = Command(
-        *(tiny_llama, "--port", "8110", "--threads", "1", "--dtype", "float32"),
+        *(tiny_llama, "--port", "0", "--threads", "1", "--dtype", "float32"),
         *("--block-size", BLOCK_SIZE, "--kv-blocks", "64", "--cpu-tier", "0"),
         *("--cache-dir", kernel_cache, "--disk-tier", disk.store, "--load-policy", "always"),
         *("--drain-timeout", "1"),

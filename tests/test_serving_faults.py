@@ -240,6 +240,8 @@ async def test_one_long_prompt_twice_in_short_order_is_loaded_once(
     async with running_engine(tiny_llama, kernel_cache, **settings) as engine:
         truth = await ask(engine, prompt)
     async with running_engine(tiny_llama, kernel_cache, **settings) as engine:
+        await saves_done(engine)
+        probes = disks[-1].calls.count("read")
         disks[-1].delays = {"read": 0.02}  # forty of them on four threads: a fifth of a second
         first = asyncio.create_task(ask(engine, prompt))
         await asyncio.sleep(apart)
@@ -248,4 +250,4 @@ async def test_one_long_prompt_twice_in_short_order_is_loaded_once(
             assert_same_answer(answer, truth)
             assert answer.cached.total == 160
         assert first.result().cached.disk == 160
-        assert disks[-1].calls.count("read") == 40
+        assert disks[-1].calls.count("read") - probes == 40
