@@ -28,6 +28,7 @@ from tests.running_engine import (
     evict_device,
     greedy,
     running_engine,
+    saves_done,
 )
 
 BLOCK_SIZE = 4
