@@ -229,10 +229,10 @@ async def test_once_it_could_be_erased_what_others_store_of_it_is_taken_up(
     expected = {key(0), key(1), theirs(0), theirs(1), theirs(2)}
     assert set(tier.present()) == expected  # of the other try, one block is left to be erased
     await planner.forget("disk", where=both)
-    sibling.commit_theirs(3)
+    sibling.commit_theirs(4)
     sibling.settle()
     tier.absorb(tier.survey(tier.begin_survey()))
-    assert set(tier.present()) == {key(0), key(1), theirs(3)}
+    assert set(tier.present()) == {key(0), key(1), theirs(4)}
 
 
 async def test_erasing_is_durable_before_it_is_reported(
