@@ -46,6 +46,7 @@ from offload.store_scan import (
     Kind,
     StoreFile,
     block_name,
+    entries_of,
     find_elsewhere,
     open_directory,
     parse_block_name,
@@ -319,9 +320,10 @@ class BlockDirectory:
         """
         started = time.monotonic()
         self._record_recency(request)
-        for name in os.listdir(self._dir_fd):
-            if name.startswith(TRASH_PREFIX):
-                remove_tree(self._dir_fd, name)
+        with entries_of(self._dir_fd) as entries:
+            trash = [entry.name for entry in entries if entry.name.startswith(TRASH_PREFIX)]
+        for name in trash:
+            remove_tree(self._dir_fd, name)
         mark = None
         with suppress(OSError), self._accounting() as account:
             mark = account.mark()
@@ -415,20 +417,24 @@ class BlockDirectory:
 
         Raises OSError if some may be found again by a later process.
         """
+        with self._lock:
+            before = tuple(self._unerased)
         try:
             with self._accounting():
                 pass  # what was published before is seen below; who comes later asks first
             with self._opened_root(None) as root:
-                if root is None:
-                    return
-                for prefix in os.listdir(root):
-                    if len(prefix) == 2:
-                        self._erase_in(root, prefix, where)
-                os.fsync(root)
+                if root is not None:
+                    for prefix in os.listdir(root):
+                        if len(prefix) == 2:
+                            self._erase_in(root, prefix, where)
+                    os.fsync(root)
         except OSError:
             with self._lock:
                 self._unerased.append(where)
             raise
+        with self._lock:  # what failed meanwhile may have met what came meanwhile
+            left = [one.without(where) if one in before else one for one in self._unerased]
+            self._unerased = [one for one in left if one.roots or one.keys]
 
     def _erase_in(self, root: int, prefix: str, where: Forget) -> None:
         try:

@@ -145,8 +145,9 @@ class DiskTier:
 
     @staticmethod
     def _is_expired(entry: Entry, before: float) -> bool:
-        """Neither a pin of a moment nor one that lasts keeps it."""
-        return not entry.pins and not entry.keeps and entry.recency < before
+        """Neither a pin of a moment nor one that lasts keeps it, and it is not going already."""
+        is_held = entry.pins or entry.keeps or entry.state is not BlockState.PRESENT
+        return not is_held and entry.recency < before
 
     def _expire_before(self) -> float:
         return self._clock() - self.ttl_seconds if self.ttl_seconds else -math.inf

@@ -24,7 +24,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -112,13 +112,25 @@ def open_directory(name: str, dir_fd: int | None = None) -> int:
     return os.open(name, OPEN_DIRECTORY, dir_fd=dir_fd)
 
 
+@contextmanager
+def entries_of(dir_fd: int) -> Iterator[Iterator[os.DirEntry[str]]]:
+    """What lies in a directory. A descriptor has one position for all who read names by it, so that
+    of two threads each would miss some: hence one of its own for each reading."""
+    own = open_directory(".", dir_fd)
+    try:
+        with os.scandir(own) as entries:
+            yield entries
+    finally:
+        os.close(own)
+
+
 def scan(dir_fd: int) -> Iterator[StoreFile]:
     """Everything in the store, directories included. What vanishes meanwhile is left out.
 
     Raises OSError only if the store's own directory cannot be read.
     """
     yield _described(Kind.DIRECTORY, ".", None, os.fstat(dir_fd))
-    with os.scandir(dir_fd) as entries:
+    with entries_of(dir_fd) as entries:
         for entry in entries:
             is_directory = entry.is_dir(follow_symlinks=False)
             if is_directory and is_fingerprint(entry.name):
@@ -227,7 +239,7 @@ def find_elsewhere(dir_fd: int, own: str, metas_under: MetasUnder) -> dict[int, 
     Raises OSError if the store's directory cannot be read.
     """
     found: dict[int, str] = {}
-    with os.scandir(dir_fd) as entries:
+    with entries_of(dir_fd) as entries:
         others = sorted(e.name for e in entries if is_fingerprint(e.name) and e.name != own)
     for fingerprint in others[:_MAX_ELSEWHERE]:
         for index, (key, meta) in enumerate(metas_under(bytes.fromhex(fingerprint))):

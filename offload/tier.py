@@ -140,6 +140,10 @@ class Forget:
         """Whether it is about this block."""
         return key in self.keys or root_tag in self._root_tags
 
+    def without(self, other: Forget) -> Forget:
+        """What of it `other` does not name in the same way."""
+        return Forget(self.roots - other.roots, self.keys - other.keys)
+
 
 class StrangerFile(NamedTuple):
     """A block file on the shared medium that is not in our index."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -203,6 +204,37 @@ async def test_a_forgotten_chain_that_cannot_be_erased_is_told_and_stays_out(
     assert set(tier.present()) == {key(0), key(1), theirs(0)}
 
 
+async def test_once_it_could_be_erased_what_others_store_of_it_is_taken_up(
+    open_disk: OpenDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_disk()
+    planner = Tenants(tier)
+    planner.commit_both(range(2))
+    planner.settle()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    both = Forget(roots=frozenset({MALLORY, root("else")}), keys=frozenset({theirs(3)}))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.raises(OffloadError):
+            await planner.forget("disk", where=both)
+    assert await planner.forget("disk") == {"disk": 0}
+    sibling = Tenants(open_disk())
+    for number in range(4):
+        sibling.commit_theirs(number)
+    sibling.settle()
+    tier.absorb(tier.survey(tier.begin_survey()))
+    expected = {key(0), key(1), theirs(0), theirs(1), theirs(2)}
+    assert set(tier.present()) == expected  # of the other try, one block is left to be erased
+    await planner.forget("disk", where=both)
+    sibling.commit_theirs(4)
+    sibling.settle()
+    tier.absorb(tier.survey(tier.begin_survey()))
+    assert set(tier.present()) == {key(0), key(1), theirs(4)}
+
+
 async def test_erasing_is_durable_before_it_is_reported(
     open_disk: OpenDisk, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,4 +363,59 @@ def test_an_idle_planner_is_told_when_to_look_for_what_expired(store: Path) -> N
     assert wait is not None
     assert 6.0 < wait <= 7.0
     assert Planner(CpuTier(1 << 20, block_bytes=BLOCK_BYTES)).manager.next_look() is None
+    tier.close()
+
+
+def test_a_block_that_expires_after_it_was_found_is_still_loaded(store: Path) -> None:
+    clock = Clock()
+    tier = open_with_ttl(store, clock)
+    planner = Planner(tier)
+    planner.commit(1)
+    planner.settle()
+    clock.now += 100
+    assert planner.manager.lookup(key(1)) == "disk"
+    clock.now += 1
+    assert planner.load(1, tier="disk") == content(1)
+    assert planner.manager.lookup(key(1)) is None
+    planner.manager.check()
+    tier.close()
+
+
+def test_a_pinned_block_does_not_expire(store: Path) -> None:
+    clock = Clock()
+    tier = open_with_ttl(store, clock)
+    planner = Planner(tier)
+    for number in range(2):
+        planner.commit(number)
+    planner.settle()
+    assert planner.manager.pin("chat", [key(0)], math.inf)[0] == 1
+    clock.now += 101
+    tier.absorb(tier.survey(tier.begin_survey()))
+    assert tier.present() == [key(0)]
+    assert {path.name for path in store.rglob("*.kv")} == {block_name(named(0))[1]}
+    assert planner.load(0) == content(0)
+    planner.manager.unpin("chat")
+    assert planner.manager.lookup(key(0)) is None
+    assert tier.usage().skipped["expired"] == 2
+    planner.manager.check()
+    tier.close()
+
+
+def test_a_block_that_is_being_evicted_does_not_expire_too(store: Path) -> None:
+    clock = Clock()
+    tier = open_with_ttl(store, clock)
+    planner = Planner(tier)
+    planner.commit(1)
+    planner.settle()
+    entry = tier.pin(key(1))
+    tier.unpin(entry)
+    epoch = tier.condemn(entry)
+    assert epoch is not None
+    clock.now += 101
+    survey = tier.survey(tier.begin_survey())
+    assert "expired" not in tier.usage().skipped
+    tier.removed(entry, tier.remove(entry, epoch))
+    tier.absorb(survey)
+    assert tier.present() == []
+    tier.check()
     tier.close()

@@ -11,7 +11,9 @@ from offload.block_file import BlockName
 from offload.store_scan import (
     Kind,
     block_name,
+    find_elsewhere,
     is_outdated_name,
+    open_directory,
     parse_block_name,
     remove_tree,
     scan,
@@ -93,3 +95,31 @@ def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
     os.close(dir_fd)
     assert not trash.exists()
     assert (outside / "folder" / "file").exists()
+
+
+def test_who_reads_the_directory_meanwhile_takes_no_names_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A survey that missed them would take its blocks for lost."""
+    prefix, name = block_name(
+        BlockName(BlockKey(BlockHash(bytes.fromhex(HASH)), 0), b"1" * 8, b"2" * 8)
+    )
+    folder = tmp_path / ("f" * 64) / prefix
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes(b"x")
+    dir_fd = open_directory(str(tmp_path))
+    expected = list(scan(dir_fd))
+    assert [file.kind for file in expected].count(Kind.BLOCK) == 1
+    scandir = os.scandir
+
+    def overtaken(fd: int) -> object:
+        entries = scandir(fd)  # nothing is read yet
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", scandir)
+            assert list(scan(dir_fd)) == expected
+            assert find_elsewhere(dir_fd, "e" * 64, lambda fingerprint: []) == {}
+        return entries
+
+    monkeypatch.setattr(os, "scandir", overtaken)
+    assert list(scan(dir_fd)) == expected
+    os.close(dir_fd)
