@@ -290,8 +290,12 @@ class GhostMachine(RuleBasedStateMachine):
         again = engine.arrive([*told.tokens, 0], 1, salt=told.salt)
         self.past.append(again)
         while again.reason is None:
-            if not engine.step():
+            if engine.step():
+                continue
+            if engine.jobs:
                 engine.run_job(0)
+            else:
+                assert engine.offload._woken, "nobody would wake the engine"
         return again.request.cached.total // engine.shape.block_size
 
 
