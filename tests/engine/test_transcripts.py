@@ -317,7 +317,7 @@ def test_a_reader_waits_for_nobody(tiny: Tokenizer) -> None:
 
 def test_what_is_listed_is_what_is_stored(tiny: Tokenizer) -> None:
     """Through evictions, replacements and forgetting, with prompts as short as they can be."""
-    store = SideStore.open(None, max_bytes=6000)
+    store = SideStore.open(None, max_bytes=2500)
     transcripts, rng = Transcripts(tiny, store, vocab_size=VOCAB_SIZE), random.Random(3)
     for _ in range(300):
         space, draw = rng.choice([A, B]), rng.random()
