@@ -21,6 +21,7 @@ from engine.spelling import Speller
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.transcripts import _KEY, TABLE, Reading, Transcripts, _key_of
 from offload.side_store import SideStore
+from tests.running_engine import running_engine
 from tests.tiny_models import BOS, EOS, PAD, VOCAB_SIZE, make_tiny_tokenizer
 
 A, B = b"a" * 32, b"b" * 32
@@ -492,3 +493,29 @@ def test_special_tokens_that_swallow_blanks() -> None:
     assert speller.of_ids(tokenizer.encode_marked(text)) == speller.of_text(text)
     end = tokenizer.encode("<end>", False)[0]
     assert tokenizer.encode_marked("\n b", end) == tokenizer.encode("b", False)
+
+
+@pytest.mark.parametrize("prompt_only", [False, True])
+async def test_what_of_it_reaches_the_disk_is_as_the_flags_say(
+    tiny_llama: Path, kernel_cache: Path, tmp_path: Path, prompt_only: bool
+) -> None:
+    settings = {
+        "disk_tier": tmp_path,
+        "disk_tier_size": 64 << 20,
+        "disk_tier_ttl": 500.0,
+        "offload_prompt_only": prompt_only,
+    }
+    async with running_engine(tiny_llama, kernel_cache, **settings) as engine:
+        reading = engine.transcripts.read(A, "x")
+        assert reading.turn is not None
+        engine.transcripts.record(reading.turn, [5, 6])
+        side = engine._parts.side
+        side.put("sessions", A, b"k", b"v")
+        await engine.cache_flush()
+        again = SideStore.open(side._path, max_bytes=1 << 20)
+        assert again.spaces("sessions") == [A]
+        assert again.spaces(TABLE) == ([] if prompt_only else [A])
+        again.close()
+        later = side._clock() + 501
+        side._clock = lambda: later
+        assert side.items("sessions", A) == []
