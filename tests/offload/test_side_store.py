@@ -253,6 +253,17 @@ async def test_what_was_not_used_for_longer_than_the_ttl_is_none(
     assert b"secret" not in contents(path)
 
 
+def test_of_many_that_expire_at_once_none_is_served(open_side: Open) -> None:
+    clock = Clock()
+    store = open_side(None, ttl_seconds=100, clock=clock)
+    for number in range(200):
+        store.put("t", A, b"%d" % number, b"v")
+    clock.now += 101
+    assert store.get("t", A, b"199") is None
+    assert 0 < store.stats().records < 199  # the others go little by little
+    assert store.items("t", A) == []
+
+
 async def test_what_expired_while_nobody_served_is_gone_from_the_file(
     open_side: Open, path: Path
 ) -> None:
