@@ -29,7 +29,7 @@ def router(context: Context) -> APIRouter:
         if raw.get("messages") is not None and raw.get("prompt") is None:
             body = parse(ChatBody, raw, context.metrics)
             prompt = await encode_conversation(
-                engine, body.messages, body.add_special_tokens, body.cache_salt
+                engine, body.messages, body.add_special_tokens, body.cache_salt, is_asked=False
             )
             check_length(engine, len(prompt.token_ids), body, "messages")
         else:

@@ -189,15 +189,20 @@ async def encode_messages(engine: AsyncEngine, value: Any, add_special_tokens: b
 
 
 async def encode_conversation(
-    engine: AsyncEngine, value: Any, add_special_tokens: bool, cache_salt: str | None
+    engine: AsyncEngine,
+    value: Any,
+    add_special_tokens: bool,
+    cache_salt: str | None,
+    *,
+    is_asked: bool = True,
 ) -> Prompt:
     """The same with the ids that were really generated, as far as they are known under this salt,
-    and with the conversation, which is to be told of the answers."""
+    and with the conversation, which is to be told of the answers. Counted if it `is_asked` to go
+    on, not only looked at."""
     messages = await _checked_messages(engine, value)
     space, tokenizer = engine.space(cache_salt), engine.tokenizer
-    reading = await _read(
-        messages, lambda: engine.transcripts.encode(space, tokenizer.render_marked(messages))
-    )
+    look_up = engine.transcripts.encode if is_asked else engine.transcripts.read
+    reading = await _read(messages, lambda: look_up(space, tokenizer.render_marked(messages)))
     before, after = _affixes(tokenizer) if add_special_tokens else ([], [])
     conversation = None
     if reading.turn is not None:

@@ -26,11 +26,13 @@ from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sessions import Sessions
 from engine.tokenizer import Tokenizer
+from engine.transcripts import TABLE as TRANSCRIPTS
 from engine.transcripts import Transcripts
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
-from offload.side_store import SideStore, physical_bytes
+from offload.side_file import physical_bytes
+from offload.side_store import SideStore
 from offload.store_scan import side_path
 from offload.tier import Tier, TierOpenError
 
@@ -304,4 +306,9 @@ def _open_side_store(config: EngineConfig, fingerprint: bytes, tiers: Sequence[T
     limit = _side_limit(config)
     if config.disk_tier is None or not limit or not any(isinstance(t, DiskTier) for t in tiers):
         return SideStore.open(None, max_bytes=SIDE_STORE_BYTES)
-    return SideStore.open(side_path(config.disk_tier, fingerprint), max_bytes=limit)
+    return SideStore.open(
+        side_path(config.disk_tier, fingerprint),
+        max_bytes=limit,
+        ttl_seconds=config.disk_tier_ttl,
+        volatile=[TRANSCRIPTS] if config.offload_prompt_only else [],
+    )

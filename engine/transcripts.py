@@ -19,9 +19,8 @@ import hashlib
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.spelling import Speller
@@ -35,6 +34,7 @@ MAX_ANSWERS = 128  # kept for one prompt, the newest
 _TAIL_BYTES = 3
 _KEY = struct.Struct(f"<I{_TAIL_BYTES}s16s")  # length, last bytes, hash of a spelling
 _MAX_DEPTH = 10_000  # turns
+_FEW_TAILS = 32  # so many are each looked for in a spelling; more, and each of its positions is
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +110,14 @@ class Transcripts:
         self._lock = threading.Lock()
         self._epoch = 0
         self._stats = TranscriptStats()
-        # Keys by space and length. A key names the last bytes of its spelling: most lengths are
-        # ruled out by them, and only the others are worth a hash.
-        self._keys: dict[bytes, dict[int, set[bytes]]] = {}
+        self._index = _Index()  # changed under the lock
         # What made way in the store, and may still be listed above: the store tells it from inside
         # its own lock.
         self._evicted: deque[tuple[bytes, bytes]] = deque()
         store.on_evicted(TABLE, lambda space, key: self._evicted.append((space, key)))
         for space in store.spaces(TABLE):
             for key, _ in store.items(TABLE, space):
-                self._list(space, key)
+                self._index.add(space, key)
 
     # --- prompts ----------------------------------------------------------------------------
 
@@ -180,16 +178,11 @@ class Transcripts:
 
     def _candidates(self, space: bytes, spelling: bytes) -> list[bytes]:
         """Keys of the beginnings of `spelling` that are stored, shortest first."""
-        with self._lock:
-            self._unlist_evicted()
-            listed = [
-                (length, set(keys))
-                for length, keys in self._keys.get(space, {}).items()
-                if length <= len(spelling)
-                and any(_tail_of(key) == _tail(spelling, length) for key in keys)
-            ]
+        if self._evicted:
+            with self._lock:
+                self._unlist_evicted()
         found, hasher, start = [], _hasher(), 0
-        for length, keys in sorted(listed, key=itemgetter(0)):
+        for length, keys in self._index.beginnings(space, spelling):
             hasher.update(spelling[start:length])
             start = length
             key = _KEY.pack(length, _tail(spelling, length), hasher.digest())
@@ -239,7 +232,6 @@ class Transcripts:
         with self._lock:
             if turn.epoch != self._epoch:
                 return
-            self._unlist_evicted()
             value = self._store.get(TABLE, turn.space, turn.key)
             entry = None if value is None else self._code.decode(value)
             if entry is None:
@@ -248,7 +240,8 @@ class Transcripts:
             entry.answers = [known for known in entry.answers if known != answer]
             entry.answers = [*entry.answers, answer][-MAX_ANSWERS:]
             self._store.put(TABLE, turn.space, turn.key, self._code.encode(entry))
-            self._list(turn.space, turn.key)
+            self._unlist_evicted()  # of this key, too, if it had gone
+            self._index.add(turn.space, turn.key)
 
     def _new_entry(self, turn: Turn) -> _Entry:
         if turn.parent and self._store.get(TABLE, turn.space, turn.parent) is not None:
@@ -262,48 +255,96 @@ class Transcripts:
         the store has been flushed."""
         with self._lock:
             self._epoch += 1
-            self._keys.pop(space, None)
+            self._index.forget(space)
             return self._store.delete_space(space)
 
     def clear(self) -> int:
         """Forget everybody, with all that is in the side store: records removed."""
         with self._lock:
             self._epoch += 1
-            self._keys.clear()
+            self._index.clear()
             return self._store.clear()
 
     def stats(self) -> TranscriptStats:
         """A copy; bytes and pending are those of the whole side store."""
         with self._lock:
             self._unlist_evicted()
-            entries = sum(len(keys) for by in self._keys.values() for keys in by.values())
             counted, stored = self._stats, self._store.stats()
             return TranscriptStats(
                 counted.hits,
                 counted.misses,
                 counted.reused_tokens,
                 counted.dropped,
-                entries,
+                self._index.num_keys,
                 stored.bytes,
                 stored.pending,
             )
 
-    def _list(self, space: bytes, key: bytes) -> None:
-        if len(key) == _KEY.size:
-            (length, _, _) = _KEY.unpack(key)
-            self._keys.setdefault(space, {}).setdefault(length, set()).add(key)
-
     def _unlist_evicted(self) -> None:
         while self._evicted:
-            space, key = self._evicted.popleft()
-            (length, _, _) = _KEY.unpack(key)
-            by_length = self._keys.get(space, {})
-            keys = by_length.get(length, set())
-            keys.discard(key)
-            if not keys:
-                by_length.pop(length, None)
-            if not by_length:
-                self._keys.pop(space, None)
+            self._index.discard(*self._evicted.popleft())
+
+
+class _Index:
+    """Which prompts are stored, by what a new one shows of them without a hash: how it ends at
+    some length. Prompts end as the template ends them, so that few places of a text are a match.
+
+    One changes it at a time. Who reads it needs no lock: each step is one operation of a
+    dictionary, and a change that comes between two of them makes a miss or is found out later. So
+    a thread that has to wait for a processor never keeps the event loop from a lock.
+    """
+
+    def __init__(self) -> None:
+        self.num_keys = 0
+        self._spaces: dict[bytes, dict[bytes, dict[int, set[bytes]]]] = {}
+
+    def add(self, space: bytes, key: bytes) -> None:
+        """Nothing for a key that is none of ours."""
+        if len(key) != _KEY.size:
+            return
+        length, tail, _ = _KEY.unpack(key)
+        by_length = self._spaces.setdefault(space, {}).setdefault(tail, {})
+        keys = by_length.setdefault(length, set())
+        self.num_keys += key not in keys
+        keys.add(key)
+
+    def discard(self, space: bytes, key: bytes) -> None:
+        """Nothing for a key that is not there."""
+        if len(key) != _KEY.size:
+            return
+        length, tail, _ = _KEY.unpack(key)
+        by_tail = self._spaces.get(space, {})
+        by_length = by_tail.get(tail, {})
+        keys = by_length.get(length, set())
+        if key not in keys:
+            return
+        keys.remove(key)
+        self.num_keys -= 1
+        if not keys:
+            del by_length[length]
+        if not by_length:
+            del by_tail[tail]
+        if not by_tail:
+            del self._spaces[space]
+
+    def forget(self, space: bytes) -> None:
+        by_tail = self._spaces.pop(space, {})
+        self.num_keys -= sum(len(keys) for by in by_tail.values() for keys in by.values())
+
+    def clear(self) -> None:
+        self._spaces.clear()
+        self.num_keys = 0
+
+    def beginnings(self, space: bytes, spelling: bytes) -> list[tuple[int, set[bytes]]]:
+        """Lengths at which `spelling` ends like stored prompts of that length, shortest first,
+        and the keys of these."""
+        by_tail = self._spaces.get(space, {})
+        found = []
+        for length in _ends(spelling, list(by_tail)):
+            keys = by_tail.get(_tail(spelling, length), {}).get(length)
+            if keys is not None:
+                found.append((length, keys))
+        return found
 
 
 class _Code:
@@ -354,5 +395,19 @@ def _tail(spelling: bytes, length: int) -> bytes:
     return spelling[max(0, length - _TAIL_BYTES) : length].ljust(_TAIL_BYTES, b"\0")
 
 
-def _tail_of(key: bytes) -> bytes:
-    return key[4 : 4 + _TAIL_BYTES]
+def _ends(spelling: bytes, tails: Collection[bytes]) -> list[int]:
+    """Lengths at which `spelling` ends with one of `tails`, ascending."""
+    lengths = [
+        n for n in range(1, min(_TAIL_BYTES, len(spelling) + 1)) if _tail(spelling, n) in tails
+    ]
+    if len(tails) > _FEW_TAILS:
+        known = frozenset(tails)
+        every = range(_TAIL_BYTES, len(spelling) + 1)
+        return lengths + [n for n in every if spelling[n - _TAIL_BYTES : n] in known]
+    found = []
+    for tail in tails:
+        start = spelling.find(tail)
+        while start >= 0:
+            found.append(start + _TAIL_BYTES)
+            start = spelling.find(tail, start + 1)
+    return lengths + sorted(found)

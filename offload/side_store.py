@@ -16,56 +16,34 @@ Every method may be called from any thread.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import logging
-import os
 import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import quote
+
+from offload.side_file import Change, RecordKey, Row, SideFile, is_corrupt, set_aside
 
 logger = logging.getLogger(__name__)
 
-SET_ASIDE_SUFFIX = ".bad"
-_COMPANIONS = ("-wal", "-shm")  # SQLite's own, beside the file
-
 _RECORD_OVERHEAD = 128  # bytes charged for a record beyond its own
-_FORMAT_VERSION = 1
-_PAGE_BYTES = 4096
-_WAL_PAGES = 64  # a checkpoint is due after so many
 _BATCH_BYTES = 256 << 10  # of one transaction, so that the WAL stays near its mark
 _MAX_BATCH = 512
 _MAX_PENDING = 4096  # records on their way; a dead medium must not fill the memory
 _RETRY_SECONDS = 1.0
-_BUSY_SECONDS = 5.0  # for another process's transaction
 _FLUSH_SECONDS = 30.0
 _CLOSE_SECONDS = 5.0
-_CORRUPT = (11, 26)  # SQLITE_CORRUPT, SQLITE_NOTADB
-_FULL = 13
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS records (
-    space BLOB NOT NULL, name TEXT NOT NULL, key BLOB NOT NULL,
-    value BLOB NOT NULL, checksum BLOB NOT NULL, written INTEGER NOT NULL,
-    PRIMARY KEY (space, name, key)
-);
-CREATE INDEX IF NOT EXISTS by_age ON records (written);
-"""
-
-
-class RecordKey(NamedTuple):
-    """Names a record."""
-
-    table: str
-    space: bytes
-    key: bytes
+_MAX_SWEEP_SECONDS = 60.0
+_MAX_EXPIRED = 64  # at once, where somebody waits
+_MAX_SWEPT = 1024
+# A use is written once the one on record is this much of the TTL old: a restart may take a record
+# for less recently used than it was, never for more.
+_RECORDED_PART = 8
 
 
 @dataclass(slots=True)
@@ -79,13 +57,12 @@ class SideStats:
 
 
 @dataclass(slots=True, eq=False)
-class _Change:
-    """One change of the file. `record` None: all of `space`; both None: everything."""
+class _Held:
+    """A record in memory; nanoseconds since the epoch."""
 
-    number: int
-    record: RecordKey | None = None
-    space: bytes | None = None
-    value: bytes | None = None  # None: delete
+    value: bytes
+    used: int
+    recorded: int  # the last use that the file knows or will
 
 
 @dataclass(slots=True, eq=False)
@@ -96,24 +73,31 @@ class _Ticket:
     done: Callable[[bool], None]
 
 
-def physical_bytes(max_bytes: int) -> int:
-    """What the files of a store of `max_bytes` may occupy: twice the records for half-filled
-    pages, the write-ahead log, and SQLite's shared memory."""
-    return 2 * max_bytes + (1 << 20)
-
-
 class SideStore:
     """See the module. `SideStore.open` makes one; without a path it is memory alone."""
 
-    def __init__(self, path: Path | None, max_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        max_bytes: int,
+        ttl_seconds: float = 0.0,
+        volatile: Collection[str] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._path = path
         self._max_bytes = max_bytes
+        self._ttl_nanoseconds = int(ttl_seconds * 1e9)
+        self._volatile = frozenset(volatile)
+        self._clock = clock
+        # In seconds; None: never.
+        part = max(1.0, ttl_seconds / _RECORDED_PART)
+        self._sweep_seconds = min(_MAX_SWEEP_SECONDS, part) if ttl_seconds else None
         self._condition = threading.Condition()
-        self._records: OrderedDict[RecordKey, bytes] = OrderedDict()  # least recently used first
+        self._records: OrderedDict[RecordKey, _Held] = OrderedDict()  # least recently used first
         self._keys: dict[tuple[str, bytes], dict[bytes, None]] = {}
         self._num_bytes = 0
         self._listeners: dict[str, Callable[[bytes, bytes], None]] = {}
-        self._pending: OrderedDict[object, _Change] = OrderedDict()
+        self._pending: OrderedDict[object, Change] = OrderedDict()
         self._tickets: list[_Ticket] = []
         self._num_changes = 0
         self._failures = 0
@@ -122,12 +106,22 @@ class SideStore:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def open(cls, path: Path | None, *, max_bytes: int) -> SideStore:
+    def open(
+        cls,
+        path: Path | None,
+        *,
+        max_bytes: int,
+        ttl_seconds: float = 0.0,
+        volatile: Collection[str] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> SideStore:
         """Load the records of `path`, newest first as far as they fit. Blocking, for startup.
 
+        With `ttl_seconds`, a record unused for longer is none, and is deleted from memory and file.
+        The `volatile` tables are never written, and what the file has of them is deleted.
         Never raises for what the medium does: the store is then empty, and tries again to write.
         """
-        store = cls(path, max_bytes)
+        store = cls(path, max_bytes, ttl_seconds, volatile, clock)
         if path is not None:
             store._load(path)
             store._thread = threading.Thread(
@@ -142,40 +136,52 @@ class SideStore:
         """The record's value, now the most recently used; None if there is none."""
         record = RecordKey(table, space, key)
         with self._condition:
-            value = self._records.get(record)
-            if value is not None:
-                self._records.move_to_end(record)
-            return value
+            now = self._now()
+            self._expire(now, _MAX_EXPIRED)
+            held = self._records.get(record)
+            if held is None:
+                return None
+            if self._is_expired(held, now):
+                self._make_way(record)
+                return None
+            held.used = now
+            self._records.move_to_end(record)
+            if 0 < self._ttl_nanoseconds < _RECORDED_PART * (now - held.recorded):
+                held.recorded = now
+                self._write(record, held)
+            return held.value
 
     def put(self, table: str, space: bytes, key: bytes, value: bytes) -> None:
         """Store or replace. One that is larger than the whole store is not kept."""
         record = RecordKey(table, space, bytes(key))
         with self._condition:
+            now = self._now()
+            self._expire(now, _MAX_EXPIRED)
             self._remove(record)
             if _cost(record, value) > self._max_bytes:
-                self._change(_Change(0, record))
+                self._erase(record)
                 return
-            self._insert(record, value)
-            self._change(_Change(0, record, value=value))
+            held = _Held(value, now, now)
+            self._insert(record, held)
+            self._write(record, held)
             while self._num_bytes > self._max_bytes:
                 oldest = next(iter(self._records))
-                self._remove(oldest)
-                self._change(_Change(0, oldest))
-                if listener := self._listeners.get(oldest.table):
-                    listener(oldest.space, oldest.key)
+                self._make_way(oldest)
+                self._erase(oldest)
 
     def delete(self, table: str, space: bytes, key: bytes) -> None:
         """Remove one record; nothing if there is none."""
         record = RecordKey(table, space, bytes(key))
         with self._condition:
             if self._remove(record):
-                self._change(_Change(0, record))
+                self._erase(record)
 
     def items(self, table: str, space: bytes) -> list[tuple[bytes, bytes]]:
         """Keys and values of one table of one space, the first written first."""
         with self._condition:
-            keys = self._keys.get((table, space), {})
-            return [(key, self._records[RecordKey(table, space, key)]) for key in keys]
+            keys, now = self._keys.get((table, space), {}), self._now()
+            held = [(key, self._records[RecordKey(table, space, key)]) for key in keys]
+            return [(key, one.value) for key, one in held if not self._is_expired(one, now)]
 
     def spaces(self, table: str) -> list[bytes]:
         """The spaces that have records in `table`."""
@@ -183,8 +189,8 @@ class SideStore:
             return [space for name, space in self._keys if name == table]
 
     def on_evicted(self, table: str, listener: Callable[[bytes, bytes], None]) -> None:
-        """Call `listener(space, key)` for each record of `table` that makes way for another, from
-        inside `put`; it must not call the store."""
+        """Call `listener(space, key)` for each record of `table` that makes way for another or
+        expires, in any thread and from inside the store, which it must not call."""
         with self._condition:
             self._listeners[table] = listener
 
@@ -194,9 +200,9 @@ class SideStore:
             gone = [record for record in self._records if record.space == space]
             for record in gone:
                 self._remove(record)
-            for name in [name for name, change in self._pending.items() if _is_of(change, space)]:
+            for name in [name for name, change in self._pending.items() if change.concerns(space)]:
                 self._supersede(name, self._num_changes + 1)
-            self._change(_Change(0, space=space))
+            self._change(Change(space=space))
             return len(gone)
 
     def clear(self) -> int:
@@ -208,11 +214,12 @@ class SideStore:
             self._num_bytes = 0
             for name in list(self._pending):
                 self._supersede(name, self._num_changes + 1)
-            self._change(_Change(0))
+            self._change(Change())
             return num_records
 
     def stats(self) -> SideStats:
         with self._condition:
+            self._expire(self._now(), _MAX_EXPIRED)
             return SideStats(
                 len(self._records), self._num_bytes, len(self._pending), self._failures
             )
@@ -220,35 +227,75 @@ class SideStore:
     def check(self) -> None:
         """AssertionError if the accounts do not add up."""
         with self._condition:
-            costs = sum(_cost(record, value) for record, value in self._records.items())
+            costs = sum(_cost(record, held.value) for record, held in self._records.items())
             assert self._num_bytes == costs, "bytes do not add up"
             keys = {RecordKey(t, s, k) for (t, s), keys in self._keys.items() for k in keys}
             assert keys == self._records.keys(), "the keys by space are not those of the records"
 
-    def _insert(self, record: RecordKey, value: bytes) -> None:
-        self._records[record] = value
+    def _now(self) -> int:
+        return int(self._clock() * 1e9)
+
+    def _is_expired(self, held: _Held, now: int) -> bool:
+        return 0 < self._ttl_nanoseconds < now - held.used
+
+    def _expire(self, now: int, most: int) -> bool:
+        """Drop up to `most` of what has expired, the least recently used first; whether any had.
+        In the file all of it goes."""
+        if not self._ttl_nanoseconds:
+            return False
+        any_gone = False
+        for _ in range(most):
+            oldest = next(iter(self._records), None)
+            if oldest is None or not self._is_expired(self._records[oldest], now):
+                break
+            self._make_way(oldest)
+            any_gone = True
+        if any_gone:
+            self._change(Change(before=now - self._ttl_nanoseconds))
+        return any_gone
+
+    def _sweep(self) -> None:
+        """Drop what has expired. In the file there may be records that are not in memory."""
+        now = self._now()
+        if self._ttl_nanoseconds and not self._expire(now, _MAX_SWEPT):
+            self._change(Change(before=now - self._ttl_nanoseconds))
+
+    def _insert(self, record: RecordKey, held: _Held) -> None:
+        self._records[record] = held
         self._keys.setdefault((record.table, record.space), {})[record.key] = None
-        self._num_bytes += _cost(record, value)
+        self._num_bytes += _cost(record, held.value)
+
+    def _make_way(self, record: RecordKey) -> None:
+        self._remove(record)
+        if listener := self._listeners.get(record.table):
+            listener(record.space, record.key)
 
     def _remove(self, record: RecordKey) -> bool:
-        value = self._records.pop(record, None)
-        if value is None:
+        held = self._records.pop(record, None)
+        if held is None:
             return False
-        self._num_bytes -= _cost(record, value)
+        self._num_bytes -= _cost(record, held.value)
         keys = self._keys[record.table, record.space]
         del keys[record.key]
         if not keys:
             del self._keys[record.table, record.space]
         return True
 
-    def _change(self, change: _Change) -> None:
+    def _write(self, record: RecordKey, held: _Held) -> None:
+        if record.table not in self._volatile:
+            self._change(Change(record, held.value, held.used))
+
+    def _erase(self, record: RecordKey) -> None:
+        if record.table not in self._volatile:
+            self._change(Change(record))
+
+    def _change(self, change: Change) -> None:
         if self._path is None:
             return
         self._num_changes += 1
         change.number = self._num_changes
-        name = change.record or change.space or ()
-        self._supersede(name, change.number)
-        self._pending[name] = change
+        self._supersede(change.name, change.number)
+        self._pending[change.name] = change
         if len(self._pending) > _MAX_PENDING:  # forgetting a tenant is never given up
             oldest = next(n for n, c in self._pending.items() if c.record is not None)
             del self._pending[oldest]
@@ -265,7 +312,8 @@ class SideStore:
     # --- the file ---------------------------------------------------------------------------
 
     async def flush(self) -> bool:
-        """Wait until everything so far is in the file and survives a power cut; whether it does.
+        """Wait until everything so far is in the file and survives a power cut, and what has
+        expired is not in it any more; whether that is so.
 
         Without a file there is nothing to wait for. Cancelled, the writing goes on.
         """
@@ -285,6 +333,7 @@ class SideStore:
         with self._condition:
             if self._closing:
                 return False
+            self._sweep()
             self._tickets.append(_Ticket(self._num_changes, done))
             self._condition.notify_all()
         try:
@@ -303,57 +352,62 @@ class SideStore:
 
     def _load(self, path: Path) -> None:
         try:
-            with _Connection(path, self._max_bytes) as connection, self._condition:
-                rows = connection.newest_first()
-                for record, value in reversed(self._that_fit(rows)):
-                    self._insert(record, value)
+            with SideFile(path, self._max_bytes) as file, self._condition:
+                for row in reversed(self._that_fit(file.latest_first())):
+                    used = min(row.used, self._now())
+                    self._insert(row.record, _Held(row.value, used, used))
         except (OSError, sqlite3.Error) as error:
             self._note(error)
-            if _is_corrupt(error):
-                _set_aside(path)
+            if is_corrupt(error):
+                set_aside(path)
+        with self._condition:
+            for table in sorted(self._volatile):
+                self._change(Change(table=table))
+            self._sweep()
 
-    def _that_fit(
-        self, rows: list[tuple[RecordKey, bytes, bytes]]
-    ) -> list[tuple[RecordKey, bytes]]:
+    def _that_fit(self, rows: list[Row]) -> list[Row]:
         fitting, num_bytes = [], 0
-        for record, value, checksum in rows:
-            if checksum != _checksum(record, value):
-                self._failures += 1
-                self._change(_Change(0, record))
+        for row in rows:
+            if row.record.table in self._volatile:
                 continue
-            num_bytes += _cost(record, value)
+            if not row.is_whole:
+                self._failures += 1
+                self._change(Change(row.record))
+                continue
+            num_bytes += _cost(row.record, row.value)
             if num_bytes > self._max_bytes:
-                self._change(_Change(0, record))
+                self._change(Change(row.record))
             else:
-                fitting.append((record, value))
+                fitting.append(row)
         return fitting
 
     def _write_behind(self, path: Path) -> None:
-        connection: _Connection | None = None
+        file: SideFile | None = None
         while True:
             with self._condition:
                 while not self._pending and not self._tickets and not self._closing:
-                    self._condition.wait()
+                    if not self._condition.wait(self._sweep_seconds):
+                        self._sweep()
                 if self._closing and not self._pending:
                     break
                 batch = self._next_batch()
             try:
-                if connection is None:
-                    connection = _Connection(path, self._max_bytes)
-                connection.apply(batch)
+                if file is None:
+                    file = SideFile(path, self._max_bytes)
+                file.apply(batch)
                 self._applied(batch)
-                self._serve_tickets(connection)
+                self._serve_tickets(file)
             except (OSError, sqlite3.Error) as error:
-                if connection is not None:
-                    connection.close()
-                    connection = None
+                if file is not None:
+                    file.close()
+                    file = None
                 if not self._recover(path, error):
                     break
-        if connection is not None:
-            connection.close()
+        if file is not None:
+            file.close()
         self._give_up_tickets()
 
-    def _next_batch(self) -> list[_Change]:
+    def _next_batch(self) -> list[Change]:
         batch, num_bytes = [], 0
         for change in itertools.islice(self._pending.values(), _MAX_BATCH):
             batch.append(change)
@@ -362,20 +416,19 @@ class SideStore:
                 break
         return batch
 
-    def _applied(self, batch: list[_Change]) -> None:
+    def _applied(self, batch: list[Change]) -> None:
         with self._condition:
             for change in batch:
-                name = change.record or change.space or ()
-                if self._pending.get(name) is change:  # else a newer one took its place
-                    del self._pending[name]
+                if self._pending.get(change.name) is change:  # else a newer one took its place
+                    del self._pending[change.name]
 
-    def _serve_tickets(self, connection: _Connection) -> None:
+    def _serve_tickets(self, file: SideFile) -> None:
         with self._condition:
             first = next(iter(self._pending.values()), None)
             served = [t for t in self._tickets if first is None or t.number < first.number]
         if not served:
             return
-        connection.checkpoint()
+        file.checkpoint()
         with self._condition:
             self._tickets = [ticket for ticket in self._tickets if ticket not in served]
         for ticket in served:
@@ -388,10 +441,10 @@ class SideStore:
         with self._condition:
             if self._closing:
                 return False
-            if _is_corrupt(error):
-                _set_aside(path)
-                for record, value in self._records.items():
-                    self._change(_Change(0, record, value=value))
+            if is_corrupt(error):
+                set_aside(path)
+                for record, held in self._records.items():
+                    self._write(record, held)
                 return True
             self._condition.wait_for(lambda: self._closing, _RETRY_SECONDS)
             return True
@@ -409,173 +462,5 @@ class SideStore:
             logger.warning("%s: %s; what it would keep ends with this process", self._path, error)
 
 
-class _Connection:
-    """The file, open. Any method raises OSError or sqlite3.Error."""
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        # SQLite would make the file readable for others and follow a link.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(os.open(path, flags, 0o600))
-        self._path = path
-        self._database = sqlite3.connect(
-            f"file:{quote(str(path))}?mode=rw",
-            uri=True,
-            timeout=_BUSY_SECONDS,
-            isolation_level=None,
-        )
-        try:
-            self._prepare(max_bytes)
-        except BaseException:
-            self._database.close()
-            raise
-
-    def _prepare(self, max_bytes: int) -> None:
-        execute = self._database.execute
-        execute(f"PRAGMA page_size = {_PAGE_BYTES}")
-        execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing; `checkpoint` syncs
-        execute("PRAGMA secure_delete = ON")  # what is forgotten is not to be read from the file
-        execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-        execute(f"PRAGMA journal_size_limit = {_WAL_PAGES * _PAGE_BYTES}")
-        execute(f"PRAGMA max_page_count = {16 + 2 * max_bytes // _PAGE_BYTES}")
-        (version,) = execute("PRAGMA user_version").fetchone()
-        if version not in (0, _FORMAT_VERSION):
-            raise _ForeignFormatError(f"format {version}, not {_FORMAT_VERSION}")
-        self._database.executescript(_SCHEMA)
-        execute(f"PRAGMA user_version = {_FORMAT_VERSION}")
-
-    def __enter__(self) -> _Connection:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def newest_first(self) -> list[tuple[RecordKey, bytes, bytes]]:
-        return _newest_first(self._database)
-
-    def apply(self, changes: list[_Change]) -> None:
-        """All or none, in order."""
-        if not changes:
-            return
-        for is_last in (False, False, False, True):
-            try:
-                return self._apply(changes)
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != _FULL or is_last:
-                    raise
-            # Other processes fill the file too: the oldest records, whoever wrote them, give way.
-            self._database.execute(
-                "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records ORDER BY written"
-                " LIMIT 1 + (SELECT count(*) / 2 FROM records))"
-            )
-
-    def _apply(self, changes: list[_Change]) -> None:
-        execute = self._database.execute
-        execute("BEGIN IMMEDIATE")
-        try:
-            for change in changes:
-                if change.record is None and change.space is None:
-                    execute("DELETE FROM records")
-                elif change.record is None:
-                    execute("DELETE FROM records WHERE space = ?", (change.space,))
-                elif change.value is None:
-                    table, space, key = change.record
-                    execute(
-                        "DELETE FROM records WHERE space = ? AND name = ? AND key = ?",
-                        (space, table, key),
-                    )
-                else:
-                    table, space, key = change.record
-                    checksum = _checksum(change.record, change.value)
-                    execute(
-                        "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?)",
-                        (space, table, key, change.value, checksum, time.time_ns()),
-                    )
-            execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):
-                execute("ROLLBACK")
-            raise
-
-    def checkpoint(self) -> None:
-        """Make everything applied so far survive a power cut."""
-        # Another process that reads just now keeps part of it in the log: hence the log as well.
-        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        for path in (f"{self._path}-wal", str(self._path.parent)):
-            with suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-
-    def close(self) -> None:
-        with suppress(sqlite3.Error):
-            self._database.close()
-
-
-class _ForeignFormatError(sqlite3.DatabaseError):
-    """The file is no side store of this version, or damaged."""
-
-
-def problem(path: Path) -> str | None:
-    """What is wrong with a side store's file, which is only read; None if nothing is, "" if it is
-    gone. For `overwinter store`."""
-    if not path.exists():
-        return ""
-    try:
-        database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
-        try:
-            rows = _newest_first(database)
-        finally:
-            database.close()
-    except sqlite3.Error as error:
-        return str(error)
-    num_bad = sum(checksum != _checksum(record, value) for record, value, checksum in rows)
-    return f"{num_bad} of {len(rows)} records damaged" if num_bad else None
-
-
-def _newest_first(database: sqlite3.Connection) -> list[tuple[RecordKey, bytes, bytes]]:
-    """Every record with its checksum. Raises `_ForeignFormatError` for a damaged file."""
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    if version != _FORMAT_VERSION:
-        raise _ForeignFormatError(f"format {version}, not {_FORMAT_VERSION}")
-    (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
-    if verdict != "ok":
-        raise _ForeignFormatError(f"damaged: {verdict}")
-    rows = database.execute(
-        "SELECT name, space, key, value, checksum FROM records ORDER BY written DESC"
-    )
-    return [(RecordKey(*row[:3]), row[3], row[4]) for row in rows]
-
-
 def _cost(record: RecordKey, value: bytes) -> int:
     return len(record.table) + len(record.space) + len(record.key) + len(value) + _RECORD_OVERHEAD
-
-
-def _checksum(record: RecordKey, value: bytes) -> bytes:
-    hasher = hashlib.blake2b(digest_size=8)
-    for part in (record.table.encode(), record.space, record.key, value):
-        hasher.update(len(part).to_bytes(8, "little") + part)
-    return hasher.digest()
-
-
-def _is_of(change: _Change, space: bytes) -> bool:
-    return change.space == space or (change.record is not None and change.record.space == space)
-
-
-def _is_corrupt(error: Exception) -> bool:
-    if isinstance(error, _ForeignFormatError):
-        return True
-    return isinstance(error, sqlite3.Error) and (
-        getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT
-    )
-
-
-def _set_aside(path: Path) -> None:
-    """Out of the way, to be looked at; with its log, which would be replayed into the next one."""
-    with suppress(OSError):
-        os.replace(path, f"{path}{SET_ASIDE_SUFFIX}")
-    for companion in _COMPANIONS:
-        with suppress(OSError):
-            os.unlink(f"{path}{companion}")

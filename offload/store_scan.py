@@ -7,7 +7,7 @@
                                             0600  a published record, see block_file
         .tmp.<pid>.<token>.<n>              0600  being written; its writer holds a lock on it
       .ledger                               0600  how many bytes all this occupies, see ledger
-      <fingerprint, 64 hex>.side*           0600  small records beside its blocks, see side_store;
+      <fingerprint, 64 hex>.side*           0600  small records beside its blocks, see side_file;
                                                   .side.bad was found damaged
       .trash.<pid>.<token>.<n>/             what a reset renamed away; nobody reads it
 

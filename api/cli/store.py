@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload import side_store
+from offload import side_file
 from offload.block_file import BlockCorruptError
 from offload.store_audit import audit
 from offload.store_scan import (
@@ -117,7 +117,7 @@ def store_verify(directory: Path) -> int:
         bad = []
         for file in scan(dir_fd):
             if file.kind is Kind.SIDE and file.path.endswith(SIDE_SUFFIX):
-                problem = side_store.problem(directory / file.path)
+                problem = side_file.problem(directory / file.path)
             elif file.kind is Kind.BLOCK:
                 problem = _problem(dir_fd, file)
             else:
@@ -188,7 +188,7 @@ def _condemned(
                 tuple(keep_fingerprint)
             ):
                 yield file, "other fingerprint"
-            elif file.path.endswith(side_store.SET_ASIDE_SUFFIX):
+            elif file.path.endswith(side_file.SET_ASIDE_SUFFIX):
                 yield file, "set aside as damaged"
         elif file.kind is Kind.BLOCK:
             name = file.fingerprint or ""

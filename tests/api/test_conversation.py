@@ -262,3 +262,18 @@ def test_a_reset_of_everything_forgets_transcripts(ask: Asked, http: httpx.Clien
     assert ask._server.engine.transcripts.stats().entries == 0
     said = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
     assert ask.after(HELLO, text) == ask._server.engine.tokenizer.encode_chat(said)
+
+
+def test_explaining_counts_no_lookup(ask: Asked, http: httpx.Client) -> None:
+    text = ask(HELLO)["choices"][0]["message"]["content"]
+    said = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
+    before = ask._server.engine.transcripts.stats()
+    assert http.post("/cache/explain", json=ask.body(said)).status_code == 200
+    after = ask._server.engine.transcripts.stats()
+    assert (after.hits, after.misses, after.reused_tokens) == (
+        before.hits,
+        before.misses,
+        before.reused_tokens,
+    )
+    ask(said)
+    assert ask._server.engine.transcripts.stats().hits == before.hits + 1

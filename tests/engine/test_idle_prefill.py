@@ -55,6 +55,21 @@ async def test_it_is_stored_like_any_other(
         assert (await ask(engine, [*AHEAD, 7], greedy(1))).cached.disk == 32
 
 
+async def test_nothing_is_computed_ahead_where_answers_are_not_to_be_stored(
+    tiny_llama: Path, kernel_cache: Path
+) -> None:
+    """What would be computed ahead begins with the answer, as a prompt."""
+    settings = {"cpu_tier": 1 << 20, "offload_prompt_only": True}
+    async with running_engine(tiny_llama, kernel_cache, **settings) as engine:
+        answer = await ask(engine, PROMPT, greedy(13))
+        engine.prefill_when_idle([*PROMPT, *answer.token_ids, 5, 5, 5, 5], None)
+        await at_rest(engine)
+        await engine.cache_flush()
+        num_prompt = len(PROMPT) // engine.config.block_size
+        assert engine.cache_stats()["tiers"]["cpu"]["blocks"] == num_prompt
+        assert engine.stats().idle_prefills == 0
+
+
 async def test_a_request_waits_for_one_small_step_at_most(
     tiny_llama: Path, kernel_cache: Path
 ) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,8 +19,9 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from engine.spelling import Speller
 from engine.tokenizer import Tokenizer, load_tokenizer
-from engine.transcripts import TABLE, Reading, Transcripts
+from engine.transcripts import _KEY, TABLE, Reading, Transcripts, _key_of
 from offload.side_store import SideStore
+from tests.running_engine import running_engine
 from tests.tiny_models import BOS, EOS, PAD, VOCAB_SIZE, make_tiny_tokenizer
 
 A, B = b"a" * 32, b"b" * 32
@@ -221,7 +227,7 @@ def test_what_does_not_spell_its_text_is_dropped(tiny: Tokenizer) -> None:
         swapped = value.replace(bytes([output[0], 0]), bytes([5, 0]), 1)
         for bad in (swapped[:-1], b"", value[:5] + swapped[9:], _wrong_prompt(value)):
             transcripts._store.put(TABLE, A, key, bad)
-            transcripts._list(A, key)
+            transcripts._index.add(A, key)
             reading = read(transcripts, said("a", "The store", "b"))
             assert reading.token_ids == tiny.encode_chat(said("a", "The store", "b"))
             assert transcripts._store.get(TABLE, A, key) is None
@@ -259,6 +265,91 @@ def test_it_stays_in_its_bounds(tiny: Tokenizer) -> None:
     assert stats.bytes <= 2000
     assert read(transcripts, said("39", "The store", "b")).num_known > 0
     assert read(transcripts, said("0", "The store", "b")).num_known == 0
+
+
+def num_opcodes(call: Callable[[], object]) -> int:
+    """Bytecode executed by `call`: what it costs, whatever else the machine does."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("num_tails", [2, 200])
+def test_a_chat_costs_the_same_however_many_are_stored(tiny: Tokenizer, num_tails: int) -> None:
+    transcripts, rng = in_memory(tiny), random.Random(7)
+    spelling = b"a line of chat\nassistant\n" * 80
+    tails = [b"nt\n", *(b"%03d" % n for n in range(num_tails - 1))]
+    costs = []
+    for num_keys in (400, 20_000):
+        while transcripts.stats().entries < num_keys:
+            tail = tails[transcripts.stats().entries % num_tails]
+            key = _KEY.pack(rng.randrange(3000, 90_000), tail, os.urandom(16))
+            transcripts._index.add(A, key)
+        for length in (25 * 7, 25 * 80):
+            transcripts._index.add(A, _key_of(spelling[:length]))
+        costs.append(num_opcodes(lambda: transcripts._candidates(A, spelling)))
+        assert transcripts._candidates(A, spelling) == [
+            _key_of(spelling[: 25 * 7]),
+            _key_of(spelling),
+        ]
+    assert costs[1] < 1.1 * costs[0]
+
+
+def test_a_reader_waits_for_nobody(tiny: Tokenizer) -> None:
+    """Nor does the event loop for a reader, whose thread may have to wait for a processor."""
+    transcripts = in_memory(tiny)
+    known = generate(transcripts, said("a"), letters(tiny, "The store"))
+    marked = tiny.render_marked(said("a", "The store", "b"))
+    with ThreadPoolExecutor(1) as thread, transcripts._lock:
+        reading = thread.submit(transcripts.read, A, marked).result(10)
+    assert reading.token_ids[: len(known)] == known
+
+
+def test_what_is_listed_is_what_is_stored(tiny: Tokenizer) -> None:
+    """Through evictions, replacements and forgetting, with prompts as short as they can be."""
+    store = SideStore.open(None, max_bytes=2500)
+    transcripts, rng = Transcripts(tiny, store, vocab_size=VOCAB_SIZE), random.Random(3)
+    for _ in range(300):
+        space, draw = rng.choice([A, B]), rng.random()
+        if draw < 0.02:
+            transcripts.forget(space)
+        spelling = "x" * rng.randrange(1, 5) + rng.choice(["", "yz", "yyz"])
+        reading = transcripts.read(space, spelling)
+        assert reading.turn is not None
+        transcripts.record(reading.turn, letters(tiny, "ab"))
+        stored = {(space, key) for space in (A, B) for key, _ in store.items(TABLE, space)}
+        assert transcripts.stats().entries == len(stored)
+        key = _key_of(spelling.encode())
+        assert (key in transcripts._candidates(space, spelling.encode())) == (
+            (space, key) in stored
+        )
+    transcripts.clear()
+    assert transcripts.stats().entries == 0
+
+
+def test_known_ids_before_a_text_that_cannot_be_spelled_are_not_used(
+    tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transcripts = in_memory(tiny)
+    generate(transcripts, said("a"), letters(tiny, "The store"))
+    messages = said("a", "The store", "b")
+    assert read(transcripts, messages).num_known > 0
+    # The rest is read as something else: known ids before it prove nothing about the whole.
+    monkeypatch.setattr(Speller, "encode", lambda *_: letters(tiny, "other"))
+    reading = read(transcripts, messages)
+    assert reading == Reading(tiny.encode_chat(messages))
+    assert transcripts.stats().hits == 1
 
 
 async def test_a_restart_keeps_it(tiny: Tokenizer, tmp_path: Path) -> None:
@@ -402,3 +493,29 @@ def test_special_tokens_that_swallow_blanks() -> None:
     assert speller.of_ids(tokenizer.encode_marked(text)) == speller.of_text(text)
     end = tokenizer.encode("<end>", False)[0]
     assert tokenizer.encode_marked("\n b", end) == tokenizer.encode("b", False)
+
+
+@pytest.mark.parametrize("prompt_only", [False, True])
+async def test_what_of_it_reaches_the_disk_is_as_the_flags_say(
+    tiny_llama: Path, kernel_cache: Path, tmp_path: Path, prompt_only: bool
+) -> None:
+    settings = {
+        "disk_tier": tmp_path,
+        "disk_tier_size": 64 << 20,
+        "disk_tier_ttl": 500.0,
+        "offload_prompt_only": prompt_only,
+    }
+    async with running_engine(tiny_llama, kernel_cache, **settings) as engine:
+        reading = engine.transcripts.read(A, "x")
+        assert reading.turn is not None
+        engine.transcripts.record(reading.turn, [5, 6])
+        side = engine._parts.side
+        side.put("sessions", A, b"k", b"v")
+        await engine.cache_flush()
+        again = SideStore.open(side._path, max_bytes=1 << 20)
+        assert again.spaces("sessions") == [A]
+        assert again.spaces(TABLE) == ([] if prompt_only else [A])
+        again.close()
+        later = side._clock() + 501
+        side._clock = lambda: later
+        assert side.items("sessions", A) == []

@@ -8,15 +8,18 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from api.cli.store import store_gc, store_stat, store_verify
-from offload import side_store
+from offload import side_file, side_store
 from offload.disk_tier import DiskTier
-from offload.side_store import SideStore, physical_bytes
+from offload.side_file import Change, SideFile, physical_bytes
+from offload.side_store import SideStore
 from offload.store_scan import side_path
 from tests.offload.harness import BLOCK_BYTES, FINGERPRINT
 from tests.offload.harness import physical_bytes as bytes_on_disk
@@ -36,8 +39,8 @@ def path(tmp_path: Path) -> Path:
 def open_side(path: Path) -> Iterator[Open]:
     stores: list[SideStore] = []
 
-    def open_(where: Path | None = path, max_bytes: int = 1 << 20) -> SideStore:
-        store = SideStore.open(where, max_bytes=max_bytes)
+    def open_(where: Path | None = path, max_bytes: int = 1 << 20, **options: Any) -> SideStore:
+        store = SideStore.open(where, max_bytes=max_bytes, **options)
         stores.append(store)
         return store
 
@@ -149,7 +152,7 @@ def test_a_killed_writer_leaves_whole_records_and_all_that_were_written(
         numbers = {int.from_bytes(value[:4], "little") for _, value in store.items("t", A)}
         assert numbers >= set(range(max(0, written - 300), written + 1))
         assert all(value == value[:4] * 50 for _, value in store.items("t", A))
-        assert side_store.problem(path) is None
+        assert side_file.problem(path) is None
         store.close()
 
 
@@ -177,12 +180,12 @@ def test_a_damaged_record_is_absent(open_side: Open, path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("UPDATE records SET value = X'77' WHERE key = ?", (b"bad",))
     database.close()
-    assert side_store.problem(path) == "1 of 2 records damaged"
+    assert side_file.problem(path) == "1 of 2 records damaged"
     again = open_side()
     assert again.items("t", A) == [(b"good", b"v")]
     assert again.stats().failures == 1
     again.close()
-    assert side_store.problem(path) is None
+    assert side_file.problem(path) is None
 
 
 async def test_a_path_that_cannot_be_written_costs_nothing_but_the_restart(
@@ -206,6 +209,167 @@ async def _until_flushed(store: SideStore) -> bool:
     while not await store.flush():
         await asyncio.sleep(0.005)
     return True
+
+
+class Clock:
+    """Stands still until it is moved; seconds since the epoch."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def contents(path: Path) -> bytes:
+    """Every byte beside the blocks, a set-aside file's included."""
+    return b"".join(file.read_bytes() for file in path.parent.glob(f"{path.name}*"))
+
+
+async def test_what_was_not_used_for_longer_than_the_ttl_is_none(
+    open_side: Open, path: Path
+) -> None:
+    clock = Clock()
+    store = open_side(ttl_seconds=100, clock=clock)
+    gone: list[bytes] = []
+    store.on_evicted("t", lambda space, key: gone.append(key))
+    for key in (b"used", b"left"):
+        store.put("t", A, key, b"secret of " + key)
+    clock.now += 60
+    assert store.get("t", A, b"used") == b"secret of used"  # and that is on record
+    clock.now += 40
+    assert len(store.items("t", A)) == 2  # as long as that, not longer
+    clock.now += 1
+    assert store.items("t", A) == [(b"used", b"secret of used")]
+    assert store.get("t", A, b"left") is None
+    assert gone == [b"left"]
+    assert await store.flush()
+    assert b"secret of left" not in contents(path)
+    assert open_side(ttl_seconds=100, clock=clock).items("t", A) == [(b"used", b"secret of used")]
+    # Without anybody asking for any of it.
+    clock.now += 101
+    assert await store.flush()
+    assert (gone, store.stats().records) == ([b"left", b"used"], 0)
+    assert b"secret" not in contents(path)
+
+
+def test_of_many_that_expire_at_once_none_is_served(open_side: Open) -> None:
+    clock = Clock()
+    store = open_side(None, ttl_seconds=100, clock=clock)
+    for number in range(200):
+        store.put("t", A, b"%d" % number, b"v")
+    clock.now += 101
+    assert store.get("t", A, b"199") is None
+    assert 0 < store.stats().records < 199  # the others go little by little
+    assert store.items("t", A) == []
+
+
+async def test_what_expired_while_nobody_served_is_gone_from_the_file(
+    open_side: Open, path: Path
+) -> None:
+    clock = Clock()
+    store = open_side(clock=clock)
+    store.put("t", A, b"old", b"secret of old")
+    clock.now += 50
+    store.put("t", A, b"new", b"secret of new")
+    store.close()
+    Path(f"{path}.bad").write_bytes(b"secret")
+    os.utime(f"{path}.bad", (clock.now, clock.now))
+    clock.now += 51
+    again = open_side(ttl_seconds=100, clock=clock)
+    assert again.items("t", A) == [(b"new", b"secret of new")]
+    again.close()  # its thread has seen to the file
+    assert b"secret of old" not in contents(path)
+    assert Path(f"{path}.bad").exists()
+    clock.now += 50
+    open_side(ttl_seconds=100, clock=clock).close()
+    assert b"secret" not in contents(path)
+
+
+async def test_an_idle_store_looks_at_its_file_now_and_then(open_side: Open, path: Path) -> None:
+    clock = Clock()
+    store = open_side(ttl_seconds=8, clock=clock)  # looks every second
+    store.put("t", A, b"k", b"secret")
+    assert await store.flush()
+    clock.now += 9
+    async with asyncio.timeout(20):
+        while b"secret" in contents(path):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("what", ["everything", "a space"])
+async def test_a_reset_takes_what_was_set_aside_as_damaged(
+    open_side: Open, path: Path, what: str
+) -> None:
+    store = open_side()
+    store.put("t", A, b"k", b"secret" * 2000)
+    store.close()
+    path.write_bytes(b"no database" + path.read_bytes())
+    again = open_side()
+    assert b"secret" in contents(path)
+    again.clear() if what == "everything" else again.delete_space(B)
+    assert await again.flush()
+    assert b"secret" not in contents(path)
+
+
+async def test_a_volatile_table_is_in_memory_alone(open_side: Open, path: Path) -> None:
+    before = open_side()
+    before.put("ids", A, b"old", b"secret of old")
+    before.close()
+    assert b"secret of old" in contents(path)
+    store = open_side(volatile=["ids"])
+    assert store.items("ids", A) == []
+    store.put("ids", A, b"new", b"secret of new")
+    store.put("hashes", A, b"k", b"v")
+    assert await store.flush()
+    assert store.get("ids", A, b"new") == b"secret of new"
+    assert b"secret" not in contents(path)
+    assert open_side().spaces("ids") == []
+    assert open_side().items("hashes", A) == [(b"k", b"v")]
+    assert store.delete_space(A) == 2
+    assert store.get("ids", A, b"new") is None
+
+
+@pytest.mark.parametrize("what", ["a space", "everything", "a record"])
+async def test_a_flush_waits_for_the_change_that_replaced_its_own(
+    open_side: Open, path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The same is forgotten twice, the second time while the first is on its way."""
+    store = open_side()
+    store.put("t", A, b"k", b"secret")
+    assert await store.flush()
+    entered, gates = threading.Semaphore(0), [threading.Event(), threading.Event()]
+    waiting, plain = list(gates), SideFile.apply
+
+    def apply(self: SideFile, changes: list[Change]) -> None:
+        if waiting and changes:
+            entered.release()
+            waiting.pop(0).wait(30)
+        plain(self, changes)
+
+    monkeypatch.setattr(SideFile, "apply", apply)
+
+    def forget() -> None:
+        if what == "a record":
+            store.put("t", A, b"k", b"harmless")
+        else:
+            store.clear() if what == "everything" else store.delete_space(A)
+
+    store.put("t", B, b"busy", b"v")
+    await asyncio.to_thread(entered.acquire)  # the thread has a batch, what follows is another
+    forget()
+    first = asyncio.create_task(store.flush())
+    await asyncio.sleep(0)
+    forget()
+    gates[0].set()
+    await asyncio.to_thread(entered.acquire)
+    # The first batch is in the file, the second is not: nobody has been told anything.
+    assert not first.done()
+    assert b"secret" in contents(path)
+    assert len(store._tickets) == 1
+    gates[1].set()
+    assert await asyncio.wait_for(first, 20)
+    assert b"secret" not in contents(path)
 
 
 async def test_two_on_one_file(open_side: Open) -> None:
