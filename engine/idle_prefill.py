@@ -62,11 +62,6 @@ class IdlePrefill:
         """The request under way, to be aborted between two steps."""
         return None if self._live is None else self._live.request_id
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is queued or under way."""
-        return bool(self._queue or self._reading or self._ready or self._live)
-
     def clear(self) -> None:
         """Forget all prompts but the one under way, which is the caller's to abort."""
         self._queue.clear()

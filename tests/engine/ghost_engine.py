@@ -29,6 +29,7 @@ from engine.prefix_match import PrefixHit
 from engine.request import Request, RequestState
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
+from engine.sessions import Sessions
 from engine.step import StepInput, StepOutput
 from offload import lane as lane_module
 from offload import manager as manager_module
@@ -37,6 +38,7 @@ from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.io_threads import Job, Urgency
 from offload.manager import OffloadManager
+from offload.side_store import SideStore
 from offload.tier import (
     BlockMeta,
     Entry,
@@ -288,6 +290,7 @@ class GhostEngine:
             drafter=self.drafter,  # type: ignore[arg-type]
             max_draft_tokens=shape.max_drafts,
             load_deadline=1e9,
+            sessions=Sessions(SideStore.open(None, max_bytes=1 << 20)),
         )
 
     def _open_tiers(self) -> list[Tier]:
@@ -586,13 +589,14 @@ class GhostEngine:
     def _check_private(self) -> None:
         """What a pass is about to write, nobody else may read or find."""
         size, pool = self.shape.block_size, self.kv.pool
+        cached = {pool.lookup(key) for key in pool.known()}
         for scheduled in self._plan:
             begin = scheduled.request.num_computed_tokens
             last = begin + scheduled.num_rows - 1
             for table in scheduled.request.block_tables:
                 for block_id in table[begin // size : last // size + 1]:
                     assert pool.ref_count(block_id) == 1, "a shared block is written"
-                    assert pool.key_of(block_id) is None, "a cached block is written"
+                    assert block_id not in cached, "a cached block is written"
 
     def check_disk(self) -> None:
         """Read everything that the disk tier says it has."""

@@ -10,7 +10,7 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.outputs import FinishReason
-from tests.running_engine import Answer, ask, engine_config, greedy, running_engine
+from tests.running_engine import Answer, ask, computes_ahead, engine_config, greedy, running_engine
 
 PROMPT = list(range(10, 30))
 AHEAD = [*PROMPT, *range(30, 45)]  # 35 tokens: eight blocks of four, and three that are not kept
@@ -19,7 +19,7 @@ AHEAD = [*PROMPT, *range(30, 45)]  # 35 tokens: eight blocks of four, and three 
 async def at_rest(engine: AsyncEngine) -> None:
     """Until nothing is computed ahead any more, nor will be."""
     async with asyncio.timeout(30):
-        while engine._idle_prefill.is_busy:
+        while computes_ahead(engine):
             await asyncio.sleep(0.002)
 
 
@@ -127,7 +127,7 @@ async def test_it_ends_with_the_caches_and_the_engine(
     await engine.close()
     assert engine.stats().idle_prefills == 0
     engine.prefill_when_idle(AHEAD, None)
-    assert not engine._idle_prefill.is_busy
+    assert not computes_ahead(engine)
 
 
 async def test_what_cannot_be_computed_costs_nothing(tiny_llama: Path, kernel_cache: Path) -> None:
