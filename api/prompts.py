@@ -189,7 +189,11 @@ async def encode_messages(engine: AsyncEngine, value: Any, add_special_tokens: b
 
 
 async def encode_conversation(
-    engine: AsyncEngine, value: Any, add_special_tokens: bool, cache_salt: str | None
+    engine: AsyncEngine,
+    value: Any,
+    add_special_tokens: bool,
+    cache_salt: str | None,
+    cache_key: str | None = None,
 ) -> Prompt:
     """The same with the ids that were really generated, as far as they are known under this salt,
     and with the conversation, which is to be told of the answers."""
@@ -201,7 +205,7 @@ async def encode_conversation(
     before, after = _affixes(tokenizer) if add_special_tokens else ([], [])
     conversation = None
     if reading.turn is not None:
-        conversation = Conversation(engine, messages, cache_salt, reading.turn, before)
+        conversation = Conversation(engine, messages, cache_salt, cache_key, reading.turn, before)
     return _chat_prompt([*before, *reading.token_ids, *after], conversation)
 
 

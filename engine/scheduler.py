@@ -175,6 +175,7 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         self._leave_queue(request)
+        request.num_left_blocks = max(request.num_left_blocks, request.num_committed_blocks)
         self.kv.release(request)
         request.load_deadline = None
         request.draft_token_ids = []
