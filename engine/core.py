@@ -216,7 +216,7 @@ class EngineCore:
         output = await loop.run_in_executor(self._torch_thread, self._runner.audit, planned)
         for failure in self.auditor.settle(output):
             if self._reporter is not None:
-                await asyncio.to_thread(self._reporter.report, failure)
+                self._reporter.report(failure)
         return True
 
     def stop_audit(self) -> None:
