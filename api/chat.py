@@ -34,7 +34,11 @@ def router(context: Context) -> APIRouter:
         model_name = context.model_name(body.model)
         check_room(engine, body.n)
         prompt = await encode_conversation(
-            engine, body.messages, body.add_special_tokens, body.cache_salt
+            engine,
+            body.messages,
+            body.add_special_tokens,
+            body.cache_salt,
+            body.prompt_cache_key,
         )
         check_length(engine, len(prompt.token_ids), body, "messages")
         params = sampling_params(

@@ -24,6 +24,7 @@ class Conversation:
     engine: AsyncEngine
     messages: Sequence[Mapping[str, Any]]
     cache_salt: str | None
+    cache_key: str | None
     turn: Turn
     before: Sequence[int]
 
@@ -36,7 +37,9 @@ class Conversation:
             return
         self.engine.transcripts.record(self.turn, token_ids)
         if is_only and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.engine.prefill_when_idle(lambda: self._until_next_turn(text), self.cache_salt)
+            self.engine.prefill_when_idle(
+                lambda: self._until_next_turn(text), self.cache_salt, self.cache_key
+            )
 
     def _until_next_turn(self, text: str) -> list[int]:
         """Ids up to where the user's next words will begin; raises what the template raises."""

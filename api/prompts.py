@@ -193,6 +193,7 @@ async def encode_conversation(
     value: Any,
     add_special_tokens: bool,
     cache_salt: str | None,
+    cache_key: str | None = None,
     *,
     is_asked: bool = True,
 ) -> Prompt:
@@ -206,7 +207,7 @@ async def encode_conversation(
     before, after = _affixes(tokenizer) if add_special_tokens else ([], [])
     conversation = None
     if reading.turn is not None:
-        conversation = Conversation(engine, messages, cache_salt, reading.turn, before)
+        conversation = Conversation(engine, messages, cache_salt, cache_key, reading.turn, before)
     return _chat_prompt([*before, *reading.token_ids, *after], conversation)
 
 

@@ -42,6 +42,9 @@ if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
 
 logger = logging.getLogger(__name__)
 
+# For reports of bad blocks at the end; a disk that hangs longer loses them.
+REPORT_SECONDS = 2.0
+
 ProgressFn = Callable[[str, float], None]
 KV_FORMAT_VERSION = 1
 KV_LAYOUT_NAME = "block,layer,kv,head,token,dim"
@@ -84,10 +87,12 @@ class EngineParts:
     drafter: GuardedDrafter | None
     wake: Wake
     sessions: Sessions
+    reporter: AuditReporter
 
     async def close(self) -> None:
         """Stop threads and close tiers. The engine loop has ended before."""
         await asyncio.to_thread(self.side.close)
+        await asyncio.to_thread(self.reporter.wait, REPORT_SECONDS)
         await self.offload.close()
         if self.drafter is not None:
             self.drafter.close()
@@ -166,6 +171,7 @@ def _assemble_on_torch_thread(
     sessions = Sessions(side)
     chooser = LoadChooser(config.load_policy, config.block_size, offload)
     limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
+    reporter = AuditReporter(config.cache_dir, model.fingerprint)
     core = EngineCore(
         scheduler=Scheduler(limits, kv, chooser.plan),
         kv=kv,
@@ -179,7 +185,7 @@ def _assemble_on_torch_thread(
         auditor=LoadAuditor(kv, samples, threshold)
         if (threshold := model.audit_threshold)
         else None,
-        reporter=AuditReporter(config.cache_dir, model.fingerprint),
+        reporter=reporter,
         sessions=sessions,
     )
     progress("ready", 100.0)
@@ -202,6 +208,7 @@ def _assemble_on_torch_thread(
         drafter=drafter,
         wake=wake,
         sessions=sessions,
+        reporter=reporter,
     )
 
 

@@ -73,6 +73,7 @@ class AsyncEngine:
         self._random = random.Random(config.seed)
         self._accepting = True
         self._stopping = False
+        self._ends_idle_prefill = False  # with the next round
         self._next_check = 0.0
         self._wake = asyncio.Event()
         self._idle_prefill = IdlePrefill(
@@ -195,8 +196,11 @@ class AsyncEngine:
         """What separates tenants: the root of every chain of blocks under this salt."""
         return root_hash(self._parts.fingerprint, cache_salt)
 
-    def prefill_when_idle(self, source: TokenSource, cache_salt: str | None) -> None:
-        """Compute the KV of a prompt ahead, should the engine come to have nothing else to do.
+    def prefill_when_idle(
+        self, source: TokenSource, cache_salt: str | None, prompt_cache_key: str | None = None
+    ) -> None:
+        """Compute the KV of a prompt ahead, should the engine come to have nothing else to do. With
+        a key it belongs to that conversation.
 
         `source` is its ids, or a function that finds them out and is called on a thread then. Under
         load it is dropped sooner or later, and so is whatever waits when the caches are reset or
@@ -204,7 +208,7 @@ class AsyncEngine:
         """
         # The answer is a part of that prompt, and would be stored as one.
         if self._accepting and self.healthy and not self.config.offload_prompt_only:
-            self._idle_prefill.put(source, self.space(cache_salt))
+            self._idle_prefill.put(source, self.space(cache_salt), prompt_cache_key)
 
     def _enqueue(
         self, request: Request, stream: RequestStream, salt: str | None, cache_key: str | None
@@ -267,7 +271,7 @@ class AsyncEngine:
         """Raises QueueFullError if that many more sequences cannot be queued."""
         scheduler = self._core.scheduler
         # What runs in idle time gives its seat up.
-        num_active = scheduler.num_active - (self._idle_prefill.live_id is not None)
+        num_active = scheduler.num_active - self._idle_prefill.is_live
         free_seats = max(0, self.config.max_num_seqs - num_active)
         waiting = len(scheduler.waiting) + len(self._arrivals)
         if waiting + num_sequences > self.config.max_queue + free_seats:
@@ -322,7 +326,7 @@ class AsyncEngine:
 
     async def _drain(self, drain_timeout: float) -> None:
         deadline = self._loop.time() + drain_timeout
-        while (self._known_ids or self._idle_prefill.live_id) and not self._task.done():
+        while (self._known_ids or self._idle_prefill.is_live) and not self._task.done():
             left = deadline - self._loop.time()
             if left <= 0.0:
                 for request_id in list(self._known_ids):
@@ -363,8 +367,9 @@ class AsyncEngine:
         self._wake.clear()
         if not self._accepting:
             self._core.stop_audit()
-        if self._arrivals:
+        if self._arrivals or self._ends_idle_prefill:
             self._idle_prefill.give_way()
+        self._ends_idle_prefill = False
         while self._arrivals:
             self._core.add(self._arrivals.popleft())
         while self._aborts:
@@ -385,9 +390,8 @@ class AsyncEngine:
     def _stop_idle_prefill(self) -> None:
         """Drop what waits, end what runs: between two steps, like every abort."""
         self._idle_prefill.clear()
-        if (live_id := self._idle_prefill.live_id) is not None:
-            self._aborts.append(live_id)
-            self._wake.set()
+        self._ends_idle_prefill = True
+        self._wake.set()
 
     async def _sleep(self) -> None:
         """Until somebody calls, a transfer ends or a deadline passes; idle, there is none."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,45 @@ MAX_LOGGED_TOKENS = 64
 
 
 class AuditReporter:
-    """Writes reports into `cache_dir`. Blocks: for a thread, one at a time."""
+    """Writes reports into `cache_dir`, one after another on a daemon thread of its own: a disk that
+    hangs stops neither the engine nor the end of its process."""
 
     def __init__(self, cache_dir: Path, fingerprint: bytes) -> None:
         self._directory = cache_dir / DIRECTORY
         self._fingerprint = fingerprint.hex()
+        self._waiting: queue.Queue[AuditFailure] = queue.Queue(MAX_FILES)
+        self._thread: threading.Thread | None = None
 
     def report(self, failure: AuditFailure) -> None:
-        """Never raises for a file that cannot be written: then the log has it all."""
-        record = self._record(failure)
+        """Returns at once. Never raises for a file that cannot be written: then the log has it
+        all."""
+        try:
+            self._waiting.put_nowait(failure)
+        except queue.Full:  # the disk does not move
+            self._tell(self._record(failure), None)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="audit-report", daemon=True)
+            self._thread.start()
+
+    def wait(self, timeout: float) -> bool:
+        """Until everything is told, for so many seconds; whether it is. Blocks."""
+        with self._waiting.all_tasks_done:
+            return self._waiting.all_tasks_done.wait_for(
+                lambda: not self._waiting.unfinished_tasks, timeout
+            )
+
+    def _work(self) -> None:
+        while True:
+            record = self._record(self._waiting.get())
+            try:
+                name = f"{record['block_hash']}.{record['group']}.json"
+                self._tell(record, self._write(record, name))
+            finally:
+                self._waiting.task_done()
+
+    def _tell(self, record: dict[str, Any], path: Path | None) -> None:
         token_ids = record["token_ids"]
-        path = self._write(record, f"{record['block_hash']}.{record['group']}.json")
         is_short = len(token_ids) <= MAX_LOGGED_TOKENS or path is None
         shown = {**record, "token_ids": token_ids if is_short else f"{len(token_ids)} in the file"}
         logger.error(

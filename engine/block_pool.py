@@ -66,9 +66,6 @@ class BlockPool:
     def is_cold(self, block_id: int) -> bool:
         return block_id in self._cold
 
-    def key_of(self, block_id: int) -> BlockKey | None:
-        return self._keys[block_id]
-
     def is_unreferenced(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 

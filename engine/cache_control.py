@@ -114,6 +114,8 @@ class CacheControl:
         dropped: dict[str, int] = {}
         if DEVICE in wanted:
             dropped[DEVICE] = self._core.kv.reset(self._core.scheduler.live(), where)
+            if self._core.auditor is not None:
+                self._core.auditor.forget()
         below = [tier for tier in wanted if tier != DEVICE]
         try:
             dropped.update(await self._core.offload.reset(below, where))

@@ -216,7 +216,7 @@ class EngineCore:
         output = await loop.run_in_executor(self._torch_thread, self._runner.audit, planned)
         for failure in self.auditor.settle(output):
             if self._reporter is not None:
-                await asyncio.to_thread(self._reporter.report, failure)
+                self._reporter.report(failure)
         return True
 
     def stop_audit(self) -> None:
@@ -392,16 +392,21 @@ class EngineCore:
         request = live.request
         prompt = chain_hashes(request.root_hash, request.prompt_token_ids, self.kv.block_size)
         request.block_hashes = list(prompt)
+        if request.is_background:
+            return  # a guess at the turn to come
         left = self._sessions.superseded(request.root_hash, live.cache_key, prompt)
         if left:
             self.kv.supersede(left)
 
     def _end_turn(self, live: LiveRequest, num_committed: int) -> None:
-        """After the last commit: `num_committed` tokens are what the next turn may find."""
+        """After the last commit: `num_committed` tokens, or what it had when it was preempted, are
+        what the next turn may find."""
         if live.cache_key is not None:
             request = live.request
-            chain = request.block_hashes[: num_committed // self.kv.block_size]
-            self._sessions.record(request.root_hash, live.cache_key, chain)
+            num_blocks = max(num_committed // self.kv.block_size, request.num_left_blocks)
+            chain = request.block_hashes[:num_blocks]
+            record = self._sessions.foresee if request.is_background else self._sessions.record
+            record(request.root_hash, live.cache_key, chain)
 
     # --- ends -------------------------------------------------------------------------------
 

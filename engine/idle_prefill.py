@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core import EngineCore, LiveRequest
 from engine.detokenizer import Detokenizer
@@ -36,6 +36,7 @@ TokenSource = Sequence[int] | Callable[[], Sequence[int]]
 class _Prompt:
     source: TokenSource
     root_hash: BlockHash
+    cache_key: str | None  # of the conversation that it belongs to
 
 
 class IdlePrefill:
@@ -47,25 +48,20 @@ class IdlePrefill:
         self._max_tokens = max_tokens
         self._wake = wake
         self._queue: deque[_Prompt] = deque(maxlen=MAX_QUEUED)
-        self._ready: tuple[Sequence[int], BlockHash] | None = None
+        self._ready: _Prompt | None = None  # its ids are known
         self._reading: asyncio.Future[Sequence[int]] | None = None
         self._live: Request | None = None
         self._num_started = 0
 
-    def put(self, source: TokenSource, root_hash: BlockHash) -> None:
+    def put(self, source: TokenSource, root_hash: BlockHash, cache_key: str | None) -> None:
         """Queue a prompt; under load it waits, and is dropped when too many come after it."""
-        self._queue.append(_Prompt(source, root_hash))
+        self._queue.append(_Prompt(source, root_hash, cache_key))
         self._wake()
 
     @property
-    def live_id(self) -> str | None:
-        """The request under way, to be aborted between two steps."""
-        return None if self._live is None else self._live.request_id
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is queued or under way."""
-        return bool(self._queue or self._reading or self._ready or self._live)
+    def is_live(self) -> bool:
+        """Whether a request of its own is under way; `give_way` ends it."""
+        return self._live is not None
 
     def clear(self) -> None:
         """Forget all prompts but the one under way, which is the caller's to abort."""
@@ -76,7 +72,7 @@ class IdlePrefill:
             self._reading = None
 
     def give_way(self) -> None:
-        """A request has come. Between two steps only."""
+        """A request has come, or nothing is wanted any more. Between two steps only."""
         if self._live is not None:
             self._core.abort(self._live.request_id)
 
@@ -85,18 +81,19 @@ class IdlePrefill:
         if self._live is not None or self._reading is not None:
             return False
         if self._ready is not None:
-            (token_ids, root_hash), self._ready = self._ready, None
-            return self._submit(token_ids, root_hash)
+            prompt, self._ready = self._ready, None
+            assert not callable(prompt.source)
+            return self._submit(prompt.source, prompt.root_hash, prompt.cache_key)
         if self._queue:
             prompt = self._queue.popleft()
             if callable(prompt.source):
-                self._read(prompt.source, prompt.root_hash)
+                self._read(prompt, prompt.source)
             else:
-                self._ready = prompt.source, prompt.root_hash
+                self._ready = prompt
                 self._wake()
         return False
 
-    def _read(self, source: Callable[[], Sequence[int]], root_hash: BlockHash) -> None:
+    def _read(self, prompt: _Prompt, source: Callable[[], Sequence[int]]) -> None:
         def done(future: asyncio.Future[Sequence[int]]) -> None:
             if future.cancelled():
                 return
@@ -108,13 +105,15 @@ class IdlePrefill:
                 # A template may refuse what nobody has said yet.
                 logger.debug("nothing to prefill: %s", error)
             else:
-                self._ready = future.result(), root_hash
+                self._ready = replace(prompt, source=future.result())
             self._wake()
 
         self._reading = asyncio.get_running_loop().run_in_executor(None, source)
         self._reading.add_done_callback(done)
 
-    def _submit(self, token_ids: Sequence[int], root_hash: BlockHash) -> bool:
+    def _submit(
+        self, token_ids: Sequence[int], root_hash: BlockHash, cache_key: str | None
+    ) -> bool:
         """Whole blocks alone: KV behind the last one is not kept."""
         block_size = self._core.kv.block_size
         num_tokens = len(token_ids) // block_size * block_size
@@ -132,7 +131,8 @@ class IdlePrefill:
                 self._live = None
                 self._wake()
 
-        self._core.add(LiveRequest(request, Detokenizer(TokenStream(), (), 0), emit, None))
+        nobody_reads = Detokenizer(TokenStream(), (), 0)
+        self._core.add(LiveRequest(request, nobody_reads, emit, None, cache_key))
         return True
 
     def _next(self) -> bool:

@@ -27,13 +27,11 @@ class KVCache:
         self.device = torch.device(device)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         num_bytes = num_blocks * layout.block_bytes
-        self._bytes: memoryview | None = None
         try:
             if self.device.type == "cpu":
                 # Private, not Python's default of shared: shared pages count as tmpfs and are
                 # kept from the kernel's huge pages.
                 memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self._bytes = memoryview(memory)
                 flat = torch.frombuffer(memory, dtype=torch.uint8)
             else:
                 flat = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -67,15 +65,3 @@ class KVCache:
     def planes(self, block_id: int, num_layers: int) -> torch.Tensor:
         """A block's first layers: float32 [num_layers, key or value, head, token, head_dim]."""
         return self._pages[block_id, :num_layers].float()
-
-    def block_buffer(self, block_id: int) -> memoryview:
-        """The bytes of one block, writable, `layout.block_bytes` long; for saves and loads.
-
-        Raises IndexError outside the pool and TypeError where the pool is not in host memory.
-        """
-        if not 0 <= block_id < self.num_blocks:
-            raise IndexError(f"block {block_id} is outside a pool of {self.num_blocks}")
-        if self._bytes is None:
-            raise TypeError(f"blocks on {self.device} have no host buffer")
-        start = block_id * self.layout.block_bytes
-        return self._bytes[start : start + self.layout.block_bytes]

@@ -62,6 +62,7 @@ class _Audit:
     samples: list[LoadSample]
     request: Request
     cold: list[int] = field(default_factory=list)  # borrowed blocks that nobody was expected to ask
+    is_forgotten: bool = False  # a reset came: it ends when its pass has, and nothing is told of it
 
 
 class LoadAuditor:
@@ -98,6 +99,8 @@ class LoadAuditor:
     def next_pass(self) -> AuditInput | None:
         """What to compute next, legal while no request is live; None if nothing waits. The pass
         must be reported by `settle` before anything else is planned."""
+        if self._audit is not None and self._audit.is_forgotten:
+            self._end()
         while self._audit is None:
             samples = self._samples.take()
             if not samples:
@@ -146,6 +149,9 @@ class LoadAuditor:
         audit = self._audit
         assert audit is not None
         request = audit.request
+        if audit.is_forgotten:
+            self._end()
+            return []
         if output.error is not None:
             logger.error("an audit's pass failed", exc_info=output.error)
             self._counts.skipped += len(audit.samples)
@@ -176,8 +182,16 @@ class LoadAuditor:
     def give_way(self) -> None:
         """A request has come: take nothing that it may need. The audit begins anew later."""
         if self._audit is not None:
-            self._samples.put(self._audit.samples)
+            self._samples.put([] if self._audit.is_forgotten else self._audit.samples)
             self._end()
+
+    def forget(self) -> None:
+        """The device was reset: no block of before is audited any more, nor told of. Legal during a
+        pass, whose blocks are held until it has ended."""
+        self._samples.clear()
+        self._sound.clear()
+        if self._audit is not None:
+            self._audit.is_forgotten = True
 
     def _end(self) -> None:
         assert self._audit is not None

@@ -51,6 +51,7 @@ class Request:
     block_hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks known so far
     num_hit_blocks: int = 0  # leading blocks that the device held at admission
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix map
+    num_left_blocks: int = 0  # leading blocks committed before a preemption, held by now or not
     first_cacheable_block: int = 0  # blocks before it were dropped by a cache reset
     first_kept: list[int] = field(default_factory=list)  # per group: all before it slid out
     branch_end: int = 0  # blocks of a chain that others share, where no window was held

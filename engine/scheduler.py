@@ -175,6 +175,7 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         self._leave_queue(request)
+        request.num_left_blocks = max(request.num_left_blocks, request.num_committed_blocks)
         self.kv.release(request)
         request.load_deadline = None
         request.draft_token_ids = []
@@ -243,8 +244,15 @@ class Scheduler:
         first = min(stuck, key=lambda request: request.sort_key)
         if not self._make_room(first, first.num_computed_tokens + 1):
             return []
-        wanted = min(self._num_computable(first), self.limits.max_num_batched_tokens)
+        wanted = min(self._num_wanted(first), self.limits.max_num_batched_tokens)
         return [ScheduledRequest(first, self.kv.grow_for_rows(first, wanted))]
+
+    def _num_wanted(self, request: Request) -> int:
+        """Rows of one step that a prompt can use and may have."""
+        wanted = self._num_computable(request)
+        if request.wants_prompt_logprobs:
+            wanted = min(wanted, MAX_LOGPROB_CHUNK)
+        return min(wanted, MAX_BACKGROUND_CHUNK) if request.is_background else wanted
 
     def _preempt(self, request: Request) -> None:
         self.kv.conclude(request)
@@ -263,12 +271,7 @@ class Scheduler:
 
         def hand_out(order: list[Request], amount: int) -> int:
             for request in order:
-                wanted = self._num_computable(request) - rows[request]
-                if request.wants_prompt_logprobs:
-                    wanted = min(wanted, MAX_LOGPROB_CHUNK - rows[request])
-                if request.is_background:
-                    wanted = min(wanted, MAX_BACKGROUND_CHUNK - rows[request])
-                take = min(wanted, amount)
+                take = min(self._num_wanted(request) - rows[request], amount)
                 rows[request] += take
                 amount -= take
             return amount

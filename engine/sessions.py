@@ -65,6 +65,17 @@ class Sessions:
         aside = dict.fromkeys(block for block in (*old.aside, *left) if block not in current)
         self.put(space, key, Session(tuple(chain), tuple(aside)[-MAX_ASIDE_BLOCKS:]))
 
+    def foresee(self, space: BlockHash, key: str, chain: Sequence[BlockHash]) -> None:
+        """These blocks were computed ahead of a turn that nobody has asked for yet. Where they do
+        not go on from the last turn they are aside: that turn's own stay what comes next."""
+        old = self.get(space, key)
+        common = num_common(chain, old.chain)
+        if common == len(old.chain):
+            self.record(space, key, chain)
+        elif common < len(chain):
+            aside = dict.fromkeys((*old.aside, *chain[common:]))
+            self.put(space, key, Session(old.chain, tuple(aside)[-MAX_ASIDE_BLOCKS:]))
+
     def put(self, space: BlockHash, key: str, session: Session) -> None:
         """Replace what is known."""
         self._store.put(TABLE, space, _name(key), _encode(session))

@@ -156,6 +156,12 @@ async def saves_done(engine: AsyncEngine) -> None:
             await asyncio.sleep(0.005)
 
 
+def computes_ahead(engine: AsyncEngine) -> bool:
+    """Whether a prompt to compute in idle time waits or is under way."""
+    ahead = engine._idle_prefill
+    return bool(ahead._queue or ahead._reading or ahead._ready or ahead._live)
+
+
 async def evict_device(engine: AsyncEngine) -> None:
     """Push everything out of the device's prefix map the way load does: fill the pool."""
     await saves_done(engine)

@@ -47,6 +47,7 @@ async def audits_done(engine: AsyncEngine) -> dict[str, int]:
         while any(lane.threads.busy for lane in engine._core.offload._lanes):
             await asyncio.sleep(0.001)
     await saves_done(engine)
+    assert await asyncio.to_thread(engine._parts.reporter.wait, 30)
     return engine.stats().load_audits
 
 

@@ -181,7 +181,9 @@ def _find_parallel() -> int | None:
     """
     with open("/proc/self/maps") as maps:
         loaded = dict.fromkeys(line.split()[-1] for line in maps)
-    for path in loaded:
+    # Where torch was built into the system, its runtime is the system's.
+    own = Path(torch.__file__).parent
+    for path in sorted(loaded, key=lambda path: own not in Path(path).parents):
         if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
             try:
                 function = ctypes.CDLL(path).GOMP_parallel

@@ -14,6 +14,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.tokenizer import Tokenizer
 from tests.api.live_server import LiveServer
+from tests.running_engine import computes_ahead
 from tests.tiny_models import BOS, EOS
 
 EOS_ID = 2
@@ -40,7 +41,7 @@ def in_letters(tokenizer: Tokenizer, eos_bias: float = 0.0) -> dict[str, float]:
 
 
 def at_rest(server: LiveServer) -> None:
-    server.wait_until(lambda: not server.engine._idle_prefill.is_busy and server.num_running == 0)
+    server.wait_until(lambda: not computes_ahead(server.engine) and server.num_running == 0)
     server.wait_until(
         lambda: not any(tier.pending_saves for tier in server.engine.stats().tiers.values())
     )

@@ -10,7 +10,7 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.outputs import FinishReason
-from tests.running_engine import Answer, ask, engine_config, greedy, running_engine
+from tests.running_engine import Answer, ask, computes_ahead, engine_config, greedy, running_engine
 
 PROMPT = list(range(10, 30))
 AHEAD = [*PROMPT, *range(30, 45)]  # 35 tokens: eight blocks of four, and three that are not kept
@@ -19,7 +19,7 @@ AHEAD = [*PROMPT, *range(30, 45)]  # 35 tokens: eight blocks of four, and three 
 async def at_rest(engine: AsyncEngine) -> None:
     """Until nothing is computed ahead any more, nor will be."""
     async with asyncio.timeout(30):
-        while engine._idle_prefill.is_busy:
+        while computes_ahead(engine):
             await asyncio.sleep(0.002)
 
 
@@ -132,7 +132,7 @@ async def test_it_ends_with_the_caches_and_the_engine(
     for salt in "abc":
         engine.prefill_when_idle([11 + n % 300 for n in range(160)], salt)
     async with asyncio.timeout(30):
-        while engine._idle_prefill.live_id is None:
+        while not engine._idle_prefill.is_live:
             await asyncio.sleep(0)
     if what == "reset":
         await engine.cache_reset()
@@ -142,7 +142,7 @@ async def test_it_ends_with_the_caches_and_the_engine(
     await engine.close()
     assert engine.stats().idle_prefills == 0
     engine.prefill_when_idle(AHEAD, None)
-    assert not engine._idle_prefill.is_busy
+    assert not computes_ahead(engine)
 
 
 async def test_what_cannot_be_computed_costs_nothing(tiny_llama: Path, kernel_cache: Path) -> None:
@@ -157,3 +157,35 @@ async def test_what_cannot_be_computed_costs_nothing(tiny_llama: Path, kernel_ca
         engine.prefill_when_idle(AHEAD, None)
         await at_rest(engine)
         assert engine.stats().idle_prefills == 1
+
+
+async def test_a_reset_by_key_takes_what_was_computed_ahead_of_its_next_turn(
+    tiny_llama: Path, kernel_cache: Path
+) -> None:
+    async with running_engine(tiny_llama, kernel_cache, cpu_tier=1 << 20) as engine:
+        for key, salt in (("k", None), ("l", "s")):
+            await ask(engine, PROMPT, greedy(1), prompt_cache_key=key, cache_salt=salt)
+            engine.prefill_when_idle(AHEAD, salt, key)
+            await at_rest(engine)
+        await engine.cache_flush()
+        blocks = {name: tier["blocks"] for name, tier in engine.cache_stats()["tiers"].items()}
+        assert blocks == {"device": 16, "cpu": 16}
+        dropped = await engine.cache_reset(prompt_cache_key="k")
+        assert dropped == {"device": 8, "cpu": 8}
+        assert (await ask(engine, [*AHEAD, 7], greedy(1))).cached.total == 0
+        assert (await ask(engine, [*AHEAD, 7], greedy(1), cache_salt="s")).cached.device == 32
+
+
+async def test_a_request_may_have_any_id_while_something_is_computed_ahead(
+    tiny_llama: Path, kernel_cache: Path
+) -> None:
+    async with running_engine(tiny_llama, kernel_cache) as engine:
+        engine.prefill_when_idle([11 + n % 300 for n in range(160)], None)
+        async with asyncio.timeout(30):
+            while not engine._idle_prefill.is_live:
+                await asyncio.sleep(0)
+        assert engine._idle_prefill._live is not None
+        taken = engine._idle_prefill._live.request_id
+        engine._stop_idle_prefill()
+        answer = await ask(engine, PROMPT, greedy(4), request_id=taken)
+        assert answer.finish_reason is FinishReason.LENGTH

@@ -35,23 +35,6 @@ def test_within_a_plane_a_token_is_contiguous_and_a_head_follows_a_head() -> Non
     assert flat.count_nonzero() == 1
 
 
-def test_a_block_buffer_is_the_block_itself() -> None:
-    kv = KVCache(3, LAYOUT)
-    kv.key(0)[1].fill_(1.0)
-    buffer = kv.block_buffer(1)
-    assert len(buffer) == LAYOUT.block_bytes
-    assert bytes(buffer) == kv.pool[1].numpy().tobytes()
-    kv.block_buffer(2)[:] = buffer
-    assert torch.equal(kv.pool[2], kv.pool[1])
-    assert kv.pool[0].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("block_id", [-1, 3])
-def test_a_buffer_outside_the_pool_is_an_index_error(block_id: int) -> None:
-    with pytest.raises(IndexError, match="outside"):
-        KVCache(3, LAYOUT).block_buffer(block_id)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_views_have_the_layouts_dtype(dtype: str) -> None:
     kv = KVCache(1, KVLayout(1, 1, 1, 1, dtype))

@@ -10,13 +10,16 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_loads import KVLoads
+from engine.load_policy import LoadPlan
+from engine.prefix_match import PrefixHit
 from engine.request import Request
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler, SchedulerLimits, load_everything
 from offload.cpu_tier import CpuTier
 from offload.disk_tier import DiskTier
 from offload.manager import OffloadManager
 from offload.tier import BlockHash, BlockKey, BlockMeta
 from offload.transfers import CopyIn
+from tests.engine.planned_engine import PlannedEngine, cpu
 from tests.engine.planning import BLOCK_SIZE, FINGERPRINT, make_request, run_to_end, settle
 
 BLOCK_BYTES = 4096
@@ -175,3 +178,45 @@ def test_a_load_of_before_a_reset_serves_its_waiters_alone() -> None:
     loading.hand_out()
     assert loading.loads.loaded(1) == loading.requests
     assert loading.pool.lookup(KEY) is None
+
+
+async def test_a_block_that_expires_between_match_and_load_is_loaded(tmp_path: Path) -> None:
+    """Planning has counted on it; the engine loop would not survive its absence."""
+    now = 2e9
+    tier = DiskTier.open(
+        tmp_path / "store",
+        fingerprint=FINGERPRINT,
+        block_bytes=BLOCK_BYTES,
+        capacity_bytes=1 << 24,
+        ttl_seconds=10,
+        clock=lambda: now,
+    )
+    engine = PlannedEngine([tier])
+    await engine.serve(make_request(PROMPT, max_tokens=1))
+    engine.kv.pool.reset()
+
+    def choose(hit: PrefixHit, num_competing: int) -> LoadPlan:
+        nonlocal now
+        now += 11
+        return load_everything(hit, num_competing)
+
+    engine.scheduler._plan_loads = choose
+    again = await engine.serve(make_request(PROMPT, max_tokens=1))
+    assert again.cached.disk == len(PROMPT) - BLOCK_SIZE
+    tier.close()
+
+
+async def test_what_somebody_asked_for_and_found_in_a_tier_counts_as_used_again() -> None:
+    tier = cpu(64)
+    engine = PlannedEngine([tier])
+    first = await engine.serve(make_request(PROMPT, max_tokens=1))
+    assert [entry.reused for entry in tier.entries()] == [False] * 10
+    ahead = make_request([*PROMPT, *range(BLOCK_SIZE)], max_tokens=1)
+    ahead.is_background = True
+    await engine.serve(ahead)
+    assert [entry.reused for entry in tier.entries()] == [False] * 11
+    engine.kv.pool.reset()
+    again = await engine.serve(make_request(PROMPT, max_tokens=1))
+    assert again.cached.cpu == 9 * BLOCK_SIZE
+    used = {entry.key for entry in tier.entries() if entry.reused}
+    assert used == set(engine.kv.keys(first.block_hashes[:9]))

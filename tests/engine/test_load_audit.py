@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from engine import load_audit
+from engine import audit_report, load_audit
+from engine.audit_report import AuditReporter
 from engine.block_chain import hash_at
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_groups import KVGroup
@@ -78,7 +83,8 @@ def test_an_audit_reads_the_prefix_and_writes_private_blocks_only() -> None:
         for group, table in enumerate(sequence.block_tables):
             held = [loaded.kv.pool.lookup(loaded.key(i, group)) for i in range(index)]
             assert list(table[:index]) == held
-            assert loaded.kv.pool.key_of(table[index]) is None  # nobody can find it
+            known = [loaded.kv.pool.lookup(key) for key in loaded.kv.pool.known()]
+            assert table[index] not in known  # nobody can find it
         pairs = [(pair.group, pair.block_id, pair.computed_id) for pair in step.pairs]
         assert pairs == [
             (group, loaded.kv.pool.lookup(loaded.key(index, group)), table[index])
@@ -177,6 +183,39 @@ def test_a_bad_block_goes_with_what_follows_it_and_nothing_else() -> None:
     loaded.check()
 
 
+def test_a_disk_that_hangs_holds_up_nobody_who_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit_report, "MAX_FILES", 1)
+    writing, go = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+    plain = AuditReporter._write
+
+    def hang(self: AuditReporter, record: dict[str, Any], name: str) -> Path | None:
+        threads.append(threading.current_thread())
+        writing.set()
+        assert go.wait(30)
+        return plain(self, record, name)
+
+    monkeypatch.setattr(AuditReporter, "_write", hang)
+    loaded, reporter = Loaded(), AuditReporter(tmp_path, bytes(32))
+    step = loaded.auditor.next_pass()
+    assert step is not None
+    (failure,) = loaded.finish(step, 1.0)
+    reporter.report(failure)
+    assert writing.wait(10)
+    reporter.report(failure)
+    assert not reporter.wait(0)
+    assert "quarantined" not in caplog.text
+    reporter.report(failure)  # more than may wait: told without a file
+    assert caplog.text.count("quarantined") == 1
+    go.set()
+    assert reporter.wait(10)
+    assert caplog.text.count("quarantined") == 3
+    assert {thread.daemon for thread in threads} == {True}
+    assert len(list(tmp_path.glob("quarantine/*.json"))) == 1
+
+
 def test_a_failed_pass_accuses_nobody() -> None:
     loaded = Loaded()
     assert loaded.auditor.next_pass() is not None
@@ -197,6 +236,29 @@ def test_a_reset_forgets_what_waits() -> None:
     loaded.kv.reset([])
     assert loaded.auditor.next_pass() is None
     assert loaded.auditor.counts() == AuditCounts()
+
+
+@pytest.mark.parametrize("when", ["during its pass", "between two passes", "before it gives way"])
+def test_a_reset_forgets_the_audit_under_way(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_audit, "MAX_ROWS", 3 if when == "between two passes" else 32)
+    loaded = Loaded()
+    step = loaded.auditor.next_pass()
+    assert step is not None
+    if when == "between two passes":
+        loaded.finish(step)
+    loaded.kv.reset([])
+    loaded.auditor.forget()
+    loaded.check()
+    assert loaded.num_referenced == 2  # its own block and a private one: a pass may write it
+    if when == "during its pass":
+        assert loaded.finish(step, float("inf")) == []
+    elif when == "before it gives way":
+        loaded.auditor.give_way()
+    assert loaded.auditor.next_pass() is None
+    assert loaded.num_referenced == 0
+    assert (loaded.auditor.num_waiting, loaded.auditor.counts()) == (0, AuditCounts())
+    assert loaded.kv.offload.lookup(loaded.key(0)) == "cpu"
+    loaded.check()
 
 
 def test_cold_blocks_stay_cold() -> None:

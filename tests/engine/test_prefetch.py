@@ -104,6 +104,17 @@ async def test_the_root_outlives_the_tail(disk: DiskTier) -> None:
     assert engine.places() == ["device"] * 9 + ["disk"]
 
 
+async def test_what_the_device_has_of_a_chain_does_not_make_way_for_the_rest(
+    disk: DiskTier,
+) -> None:
+    engine = Engine([disk], num_blocks=14)
+    await engine.serve(make_request(PROMPT[: 3 * BLOCK_SIZE + 1], max_tokens=1))
+    await engine.serve(make_request(11 * BLOCK_SIZE, max_tokens=1))  # newer, and warm as well
+    assert engine.places() == ["device"] * 3 + ["disk"] * 7
+    assert await engine.prefetch() == 7
+    assert engine.places() == ["device"] * 10
+
+
 async def test_a_request_joins_a_prefetch_under_way(disk: DiskTier) -> None:
     slow = FaultyTier(disk)
     engine = Engine([slow])

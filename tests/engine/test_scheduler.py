@@ -1,5 +1,8 @@
 """Scheduling: budget, fairness, priorities, preemption. Pure planning, no model."""
 
+import pytest
+
+from engine import scheduler as scheduler_module
 from engine.request import Request
 from engine.scheduler import ScheduledRequest
 from tests.engine.planning import make_request, make_scheduler, run_pass, run_to_end
@@ -231,3 +234,18 @@ def test_prompt_logprobs_take_small_chunks() -> None:
     scheduler = make_scheduler(num_blocks=256, max_num_batched_tokens=512)
     scheduler.add(make_request(300, max_tokens=1, prompt_logprobs=0))
     assert scheduler.schedule()[0].num_rows == 128
+
+
+@pytest.mark.parametrize("what", ["logprobs", "background"])
+def test_who_goes_on_at_the_others_cost_computes_no_more_at_once_than_else(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_LOGPROB_CHUNK", 5)
+    monkeypatch.setattr(scheduler_module, "MAX_BACKGROUND_CHUNK", 5)
+    scheduler = make_scheduler()
+    request = make_request(40, prompt_logprobs=0 if what == "logprobs" else None)
+    request.is_background = what == "background"
+    scheduler.add(request)
+    run_pass(scheduler, scheduler.schedule())
+    assert request.num_computed_tokens == 5
+    assert rows(scheduler._unblock()) == {request.request_id: 5}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
+from engine.block_hash import chain_hashes
 from engine.sessions import MAX_ASIDE_BLOCKS, TABLE, Session, Sessions
 from offload.side_store import SideStore
 from offload.tier import BlockHash
+from tests.engine.ghost_engine import GhostEngine, Shape
 
 SPACE = BlockHash(b"s" * 32)
 OTHER = BlockHash(b"o" * 32)
@@ -100,3 +103,29 @@ def test_a_key_of_any_size_costs_the_same(sessions: Sessions, store: SideStore) 
     sessions.record(SPACE, "k" * 1_000_000, chain(1))
     [(name, value)] = store.items(TABLE, SPACE)
     assert (len(name), len(value)) == (32, 36)
+
+
+def test_what_was_computed_ahead_supersedes_nothing(sessions: Sessions) -> None:
+    sessions.foresee(SPACE, "k", chain(1, 2))
+    assert sessions.get(SPACE, "k") == Session(tuple(chain(1, 2)))
+    sessions.foresee(SPACE, "k", chain(1, 2, 3))
+    sessions.foresee(SPACE, "k", chain(1))
+    assert sessions.get(SPACE, "k") == Session(tuple(chain(1, 2, 3)))
+    sessions.foresee(SPACE, "k", chain(1, 4, 5))
+    assert sessions.get(SPACE, "k") == Session(tuple(chain(1, 2, 3)), tuple(chain(4, 5)))
+
+
+def test_a_turn_that_ends_while_it_is_preempted_leaves_what_it_had_committed(
+    tmp_path: Path,
+) -> None:
+    ghost = GhostEngine(Shape(), tmp_path)
+    told = ghost.arrive(list(range(9)), 4)
+    request = told.request
+    ghost.core._live[request.request_id].cache_key = "k"
+    ghost.step()
+    ghost.scheduler._preempt(request)
+    assert request.num_computed_tokens == 0
+    ghost.core.abort(request.request_id)
+    left = ghost.core._sessions.get(request.root_hash, "k").chain
+    assert left == tuple(chain_hashes(request.root_hash, range(9), 4)[:2])
+    ghost.close()
