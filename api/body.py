@@ -32,6 +32,7 @@ class Body(BaseModel):
     known_and_ignored: ClassVar[frozenset[str]] = frozenset()  # hints that change no answer
     unsupported: ClassVar[Mapping[str, AsksNothing]] = {}
     refuses_unknown: ClassVar[bool] = False  # other bodies ignore what they do not know
+    refuses_null: ClassVar[frozenset[str]] = frozenset()  # fields whose absence means more
 
 
 B = TypeVar("B", bound=Body)
@@ -79,6 +80,12 @@ async def _read(request: Request, limit: int) -> bytes:
 def parse(model: type[B], raw: Mapping[str, Any], metrics: Metrics) -> B:
     """Validates `raw` against `model`. Raises `ApiError` 400 naming the field."""
     given = {name: value for name, value in raw.items() if value is not None}
+    for name in model.refuses_null & raw.keys() - given.keys():
+        raise errors.invalid_request(
+            f"'{name}' is null; name one, or leave the field out for all of them.",
+            name,
+            "invalid_value",
+        )
     for name in given.keys() - model.model_fields.keys():
         if name in model.known_and_ignored:
             continue

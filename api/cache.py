@@ -33,7 +33,8 @@ def router(context: Context) -> APIRouter:
         body = parse(CacheResetBody, raw, context.metrics)
         engine = context.holder.loaded()
         present = engine.cache_stats()["tiers"]
-        wanted = None if body.tiers is None else [tier for tier in body.tiers if tier in present]
+        named = dict.fromkeys(body.tiers or ())
+        wanted = None if body.tiers is None else [tier for tier in named if tier in present]
         try:
             dropped = await engine.cache_reset(
                 wanted, cache_salt=body.cache_salt, prompt_cache_key=body.prompt_cache_key
@@ -43,6 +44,6 @@ def router(context: Context) -> APIRouter:
         if body.tiers is None:
             return {"dropped": dropped}
         # A tier that this server does not have holds nothing: no fault, and nothing dropped.
-        return {"dropped": {tier: dropped.get(tier, 0) for tier in body.tiers}}
+        return {"dropped": {tier: dropped.get(tier, 0) for tier in named}}
 
     return routes

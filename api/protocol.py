@@ -227,12 +227,14 @@ class DetokenizeBody(Body):
 class CacheResetBody(Body):
     """`POST /cache/reset`; without `tiers`, all of them, and without the rest, everything.
 
-    An unknown field is an error here: a misspelt `tiers` would drop every tier.
+    An unknown field is an error here: a misspelt `tiers` would drop every tier. So is null, which
+    a client sends that has lost the name of its tenant.
     """
 
     refuses_unknown = True
+    refuses_null = frozenset({"tiers", "cache_salt", "prompt_cache_key"})
 
-    tiers: list[Literal["device", "cpu", "disk"]] | None = None
+    tiers: list[Literal["device", "cpu", "disk"]] | None = Field(None, min_length=1)
     cache_salt: CacheSalt = None
     prompt_cache_key: str | None = Field(None, min_length=1)
 

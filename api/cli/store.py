@@ -110,7 +110,7 @@ def store_stat(directory: Path) -> int:
 
 
 def store_verify(directory: Path) -> int:
-    """Read every record and report the bad ones; 1 if there are any."""
+    """Read every block, count the good ones, report bad ones and bad side records; 1 if any."""
 
     def run(dir_fd: int) -> int:
         num_good = 0
@@ -123,13 +123,15 @@ def store_verify(directory: Path) -> int:
             else:
                 continue
             if problem is None:
-                num_good += 1
+                num_good += file.kind is Kind.BLOCK
             elif problem:
                 bad.append((file.path, problem))
         if bad:
             _print_table(("BAD RECORD", "WHY"), bad)
             print()
         print(f"{num_good} good, {len(bad)} bad")
+        if not num_good and not bad:
+            print(f"{directory}: holds no blocks; is it a --disk-tier directory?", file=sys.stderr)
         return 1 if bad else 0
 
     return _with_directory(directory, run)
@@ -240,6 +242,9 @@ def _with_directory(directory: Path, run: Callable[[int], int]) -> int:
     try:
         with _opened(directory) as dir_fd:
             return run(dir_fd)
+    except BrokenPipeError:  # whoever read the table has seen enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(
             f"{directory}: {error.strerror}; name the directory given to --disk-tier",

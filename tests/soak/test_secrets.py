@@ -33,6 +33,7 @@ from tests.running_engine import LOGPROB_TOLERANCE
 NUM_CONVERSATIONS = 64
 NUM_CLIENTS = 8
 TURNS = 5
+SECONDS_BETWEEN_KILLS = 75.0  # a start takes half a minute on a busy machine
 SYSTEM = "You are a helpful assistant. You remember exactly what the user tells you."
 SMALL_TALK = [
     "Tell me about bees in winter.",
@@ -64,7 +65,7 @@ class Conversation:
     busy: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> None:
-        told = f"My secret code is {self.secret}. Please remember it."
+        told = f"My secret code is {self.secret}. Please repeat: my secret code is {self.secret}."
         self.messages = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": told},
@@ -156,7 +157,7 @@ class Soak:
         for other in self.conversations:
             if other is not conversation:
                 assert other.secret not in text, f"{other.secret} told to {conversation.secret}"
-        if messages[-1]["content"] == ASK_BACK:
+        if messages[-1]["content"] == ASK_BACK or len(messages) == 2:
             self.count("asked back")
             self.count("recalled", conversation.secret in text)
         if rng.random() < 0.25:
@@ -206,14 +207,17 @@ class Soak:
 
     def disturb(self) -> None:
         """Resets, flushes and kills, a few a minute, until the time is up."""
+        next_kill = 0.0
         try:
             while not self._is_over:
                 pause = time.monotonic() + self.rng.uniform(4, 14)
                 while time.monotonic() < pause and not self._is_over:
                     time.sleep(0.1)
-                what = self.rng.choice(["reset", "reset", "flush", "kill"])
+                what = self.rng.choice(["reset", "flush", "flush", "kill"])
                 if what == "kill":
-                    self._kill()
+                    if time.monotonic() > next_kill:
+                        self._kill()
+                        next_kill = time.monotonic() + SECONDS_BETWEEN_KILLS
                     continue
                 tiers = self.rng.choice([None, ["device"], ["device", "cpu"], ["disk"]])
                 body = {"tiers": tiers} if what == "reset" and tiers else {}
