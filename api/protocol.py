@@ -232,9 +232,9 @@ class CacheResetBody(Body):
     """
 
     refuses_unknown = True
-    refuses_null = frozenset({"tiers", "cache_salt", "prompt_cache_key"})
+    refuses_null = frozenset({"cache_salt", "prompt_cache_key"})
 
-    tiers: list[Literal["device", "cpu", "disk"]] | None = Field(None, min_length=1)
+    tiers: list[Literal["device", "cpu", "disk"]] | None = None
     cache_salt: CacheSalt = None
     prompt_cache_key: str | None = Field(None, min_length=1)
 

@@ -241,7 +241,9 @@ def _problem(dir_fd: int, file: StoreFile) -> str | None:
 def _with_directory(directory: Path, run: Callable[[int], int]) -> int:
     try:
         with _opened(directory) as dir_fd:
-            return run(dir_fd)
+            code = run(dir_fd)
+            sys.stdout.flush()  # a reader who has left shows here, not when Python ends
+            return code
     except BrokenPipeError:  # whoever read the table has seen enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -84,6 +84,8 @@ def test_a_tier_that_is_not_there_holds_nothing(http: httpx.Client) -> None:
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": 1}, "cache_salt"),
         ({"prompt_cache_key": ""}, "prompt_cache_key"),
+        ({"cache_salt": None}, "cache_salt"),
+        ({"prompt_cache_key": None, "tiers": ["cpu"]}, "prompt_cache_key"),
         ({"prompt_cache_keys": "k"}, "prompt_cache_keys"),
     ],
 )
@@ -93,6 +95,18 @@ def test_bad_resets_are_refused_by_name(
     response = http.post("/cache/reset", json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_a_tenant_whose_name_was_lost_is_not_everybody(http: httpx.Client) -> None:
+    cached_tokens(http)
+    assert http.post("/cache/reset", json={"cache_salt": None}).status_code == 400
+    assert cached_tokens(http)["device"] == 20
+
+
+def test_a_tier_named_twice_is_dropped_and_counted_once(http: httpx.Client) -> None:
+    cached_tokens(http)
+    body = http.post("/cache/reset", json={"tiers": ["device", "device"]}).json()
+    assert body == {"dropped": {"device": 5}}
 
 
 def test_a_misspelt_field_drops_nothing(http: httpx.Client) -> None:

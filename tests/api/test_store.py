@@ -92,6 +92,24 @@ def test_verify_reads_every_record(store: Path, capsys: pytest.CaptureFixture[st
     assert re.search(rf"{path_of(store, 0).name} +size: 0 bytes", out)
 
 
+def test_verify_of_something_else_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("no block")
+    assert store_verify(tmp_path) == 0
+    told = capsys.readouterr()
+    assert told.out == "0 good, 0 bad\n"
+    assert "is it a --disk-tier directory?" in told.err
+
+
+def test_a_reader_who_has_seen_enough_is_no_fault_of_the_directory(store: Path) -> None:
+    command = f"{sys.executable} -m api store ls {store} | true"
+    shell = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert (shell.returncode, shell.stderr) == (0, "")
+
+
 def test_gc_removes_what_is_bad_and_spares_the_rest(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
