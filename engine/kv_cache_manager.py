@@ -236,10 +236,23 @@ class KVCacheManager:
         self.commit(request)
         if not request.block_tables:
             return
+        self._publish_orphans(request)
         end = committed_len(request) // self.block_size * self.block_size
         for group in self._windows:
             for index in self._required(group, end):
                 self._offer(request, group, index, reachable=True)
+
+    def _publish_orphans(self, request: Request) -> None:
+        """Blocks that had a twin in the prefix map when they were committed, and have none now: the
+        twin was evicted, and without this its content would be lost with them."""
+        for index in range(request.first_cacheable_block, request.num_committed_blocks):
+            for group in self.groups:
+                block_id = request.block_tables[group.index][index]
+                if block_id == NO_BLOCK:
+                    continue
+                key = self._key(request, group, index)
+                if self.pool.register(key, block_id, request.root_hash):
+                    self._offer(request, group, index)
 
     def touch(self, request: Request, num_found: int = 0) -> None:
         """Make the committed chain recent in every tier, its root most of all; `num_found` blocks

@@ -252,6 +252,7 @@ class GhostEngine:
     def _build(self, age: int = 0) -> None:
         shape = self.shape
         ScriptedThreads.queue = self.jobs
+        self.is_partly_barred = False
         self.device = GhostDevice(self.truth, shape.num_blocks, shape.windows)
         self.device.age = age
         self.num_steps_alive = 0
@@ -466,6 +467,9 @@ class GhostEngine:
     async def _reset(self, tiers: Sequence[str], during_pass: bool) -> None:
         self.num_resets += 1
         names = self.tier_names()
+        # What lies on the device at a reset of the tiers alone is not stored there again.
+        if "device" not in tiers or names == set(tiers):
+            self.is_partly_barred = names != set(tiers)
         plain = self.shape.windows == (None,) and not self.shape.prompt_only
         if names - {"device"} <= set(tiers) and plain and not during_pass:
             # What was whole by now may not come below again. What a pass is just completing may,

@@ -274,6 +274,8 @@ class GhostMachine(RuleBasedStateMachine):
         told = self.past[which % len(self.past)]
         if told.resets_before != engine.num_resets or told.reason is FinishReason.ERROR:
             return
+        if engine.is_partly_barred:
+            return
         engine.flush()
         self.rest()
         if restart:

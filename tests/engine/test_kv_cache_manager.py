@@ -98,6 +98,24 @@ def test_a_full_hit_recomputes_its_last_block_in_private() -> None:
     assert held == [True, True, False]
 
 
+@pytest.mark.parametrize("way_out", ["finish", "preempt"])
+def test_a_block_takes_the_place_of_its_evicted_twin(way_out: str) -> None:
+    """The last block of a full hit is computed in private; its twin goes while it is in use."""
+    scheduler = make_scheduler(num_blocks=8)
+    prompt = list(range(8))
+    serve(scheduler, make_request(prompt, max_tokens=1))
+    again = make_request(prompt, max_tokens=3)
+    scheduler.add(again)
+    run_pass(scheduler, scheduler.schedule())
+    pool = scheduler.kv.pool
+    taken = [pool.allocate() for _ in range(pool.num_available)]
+    assert pool.num_cached == 1
+    for block_id in taken:
+        pool.release(block_id)
+    scheduler.finish(again) if way_out == "finish" else scheduler._preempt(again)
+    assert scheduler.kv.match(make_request([*prompt, 9])).num_device == 2
+
+
 def test_tails_are_evicted_before_heads() -> None:
     scheduler = make_scheduler(num_blocks=6)
     prompt = list(range(17))
