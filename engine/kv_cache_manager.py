@@ -251,7 +251,8 @@ class KVCacheManager:
                 if block_id == NO_BLOCK:
                     continue
                 key = self._key(request, group, index)
-                if self.pool.register(key, block_id, request.root_hash):
+                if self.pool.lookup(key) is None:
+                    self.pool.register(key, block_id, request.root_hash)
                     self._offer(request, group, index)
 
     def touch(self, request: Request, num_found: int = 0) -> None:

@@ -113,9 +113,10 @@ def store_verify(directory: Path) -> int:
     """Read every block, count the good ones, report bad ones and bad side records; 1 if any."""
 
     def run(dir_fd: int) -> int:
-        num_good = 0
+        num_good = num_side = 0
         bad = []
         for file in scan(dir_fd):
+            num_side += file.kind is Kind.SIDE
             if file.kind is Kind.SIDE and file.path.endswith(SIDE_SUFFIX):
                 problem = side_file.problem(directory / file.path)
             elif file.kind is Kind.BLOCK:
@@ -130,7 +131,7 @@ def store_verify(directory: Path) -> int:
             _print_table(("BAD RECORD", "WHY"), bad)
             print()
         print(f"{num_good} good, {len(bad)} bad")
-        if not num_good and not bad:
+        if not num_good and not num_side and not bad:
             print(f"{directory}: holds no blocks; is it a --disk-tier directory?", file=sys.stderr)
         return 1 if bad else 0
 
