@@ -550,7 +550,7 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_a_random_workload(
     two_layers: Path, kernel_cache: Path, tmp_path: Path, disk: Disk, seed: int
 ) -> None:
-    counts = await play(seed, 750, 3, (two_layers, kernel_cache, tmp_path / "kv"), disk)
+    counts = await play(seed, 500, 3, (two_layers, kernel_cache, tmp_path / "kv"), disk)
     for what in ("preemptions", "accepted drafts", "rejected drafts", "cpu tokens", "disk tokens"):
         assert counts[what] > 0, f"the workload had no {what}"
 
