@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from acceptance import drop_page_cache
 from engine import assembly
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
@@ -99,15 +100,6 @@ def some_tokens(engine: AsyncEngine, length: int, seed: int) -> list[int]:
 async def saved(engine: AsyncEngine) -> None:
     while any(tier.pending_saves for tier in engine.stats().tiers.values()):
         await asyncio.sleep(0.02)
-
-
-def drop_page_cache(directory: Path) -> None:
-    os.sync()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 async def ttft(model: str, cache_dir: Path, work: Path) -> dict[str, Any]:

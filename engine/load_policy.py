@@ -78,9 +78,10 @@ class LoadChooser:
         recompute_all = per_block * (hit.num_held - hit.num_device)
         load_all = self._load_seconds(loads)
         start, cost = self._best_mix(hit, loads, per_block)
-        if min(cost, load_all) * SKIP_FACTOR >= recompute_all < load_all:
-            return LoadPlan(hit.num_held)
-        if load_all <= SKIP_FACTOR * recompute_all and cost > MIX_FACTOR * load_all:
+        if load_all > SKIP_FACTOR * recompute_all:
+            if cost * SKIP_FACTOR >= recompute_all:
+                return LoadPlan(hit.num_held)
+        elif cost > MIX_FACTOR * load_all:
             start = hit.num_device
         return LoadPlan(start, per_block * (hit.num_held - start))
 

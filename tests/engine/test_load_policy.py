@@ -24,13 +24,17 @@ PROMPT = list(range(NUM_HELD * BLOCK_SIZE + 3))
 
 
 class Rates:
-    """Stands in for the manager's measurements: seconds a block of a tier takes."""
+    """Stands in for the manager's measurements: seconds a block of a tier takes, and `latency`
+    that every load of it has besides."""
 
-    def __init__(self, **seconds: float) -> None:
+    def __init__(self, latency: float = 0.0, **seconds: float) -> None:
+        self._latency = latency
         self._seconds = seconds
 
     def estimated_load_seconds(self, tier: str, num_blocks: int) -> float | None:
-        return self._seconds[tier] * num_blocks if tier in self._seconds else None
+        if tier not in self._seconds or not num_blocks:
+            return None
+        return self._latency + self._seconds[tier] * num_blocks
 
 
 def hit(*sources: str, num_device: int = 0) -> PrefixHit:
@@ -66,6 +70,12 @@ def test_what_is_loaded(
     policy: str, speed: float | None, seconds: float, expected: LoadPlan
 ) -> None:
     assert chooser(policy, speed, disk=seconds).plan(TEN_FROM_DISK, 0) == expected
+
+
+@pytest.mark.parametrize(("latency", "start"), [(9.5, 2), (10.5, 2), (11.5, 12)])
+def test_a_load_is_skipped_only_where_it_costs_a_tenth_more(latency: float, start: int) -> None:
+    """Computing takes ten seconds; however few blocks are loaded, they take as long as all."""
+    assert chooser(latency=latency, disk=0.0).plan(TEN_FROM_DISK, 0).start == start
 
 
 def test_an_unmeasured_tier_counts_as_cheap() -> None:
