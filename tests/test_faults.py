@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from engine import assembly
 from engine.async_engine import AsyncEngine
 from engine.block_chain import hash_at
 from engine.block_hash import root_hash
@@ -31,21 +30,6 @@ from tests.running_engine import (
 
 PROMPT = [3 + (17 * i) % 370 for i in range(41)]  # ten blocks and one token
 BLOCK_SIZE = 4
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTier]:
-    """The disk tiers of engines started in this test, each able to fail on demand."""
-    tiers: list[FaultyTier] = []
-    plain_open = assembly._open_tiers
-
-    def open_faulty(*arguments: Any) -> list[Any]:
-        opened: list[Any] = plain_open(*arguments)
-        tiers.append(FaultyTier(opened[-1]))
-        return [*opened[:-1], tiers[-1]]
-
-    monkeypatch.setattr(assembly, "_open_tiers", open_faulty)
-    return tiers
 
 
 @asynccontextmanager

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine import assembly
 from engine.outputs import FinishReason
 from offload.transfers import Transfers
 from tests import drafters
@@ -35,23 +33,6 @@ from tests.running_engine import (
 PROMPT = [3 + (17 * i) % 370 for i in range(41)]  # ten blocks and one token
 BLOCK_BYTES = 3 * 2 * 2 * 4 * 16 * 4  # of the tiny model at four tokens a block
 PATIENCE = 10  # seconds until a test calls it stuck; each takes a fraction of one
-
-
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyTier]]:
-    """The disk tiers of engines started in this test, each able to fail on demand."""
-    tiers: list[FaultyTier] = []
-    plain_open = assembly._open_tiers
-
-    def open_faulty(*arguments: Any) -> list[Any]:
-        opened: list[Any] = plain_open(*arguments)
-        tiers.append(FaultyTier(opened[-1]))
-        return [*opened[:-1], tiers[-1]]
-
-    monkeypatch.setattr(assembly, "_open_tiers", open_faulty)
-    yield tiers
-    for tier in tiers:
-        tier.release.set()
 
 
 @pytest.fixture
