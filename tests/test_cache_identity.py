@@ -19,7 +19,7 @@ from tests.running_engine import (
     running_engine,
     saves_done,
 )
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_tiny_model, settle
 
 PROMPT = [3 + (17 * i) % 370 for i in range(41)]  # ten blocks and one token
 BLOCK_BYTES = 3 * 2 * 2 * 4 * 16 * 4  # of the tiny model at four tokens a block
@@ -71,6 +71,7 @@ async def test_two_fine_tunes_under_one_name_never_share(
     settings: dict[str, Any] = {"disk_tier": tmp_path / "kv", "disk_tier_size": 64 << 20}
 
     async def answer() -> Any:
+        settle(model / WEIGHTS)
         async with running_engine(model, kernel_cache, **settings) as engine:
             return await ask(engine, PROMPT, greedy(3))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,9 @@ def _draw_weights(model: torch.nn.Module, seed: int) -> None:
             parameter.add_(gain - 1 + noise * 0.1)
         else:  # norms and biases keep their centre (1 or 0) but must not be blind to being lost
             parameter.add_(noise * 0.1)
+
+
+def settle(weights: Path) -> None:
+    """Wait until the digest of a weight file may be remembered; a change time cannot be set."""
+    while time.time() - weights.stat().st_ctime <= 0.11:
+        time.sleep(0.01)

@@ -13,18 +13,13 @@ import pytest
 
 from engine.errors import StartupError
 from engine.weight_files import DigestMemo, weight_files
+from tests.tiny_models import settle
 
 
 def write_weights(path: Path, size: int = 100) -> Path:
     header = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size))
     return path
-
-
-def age(path: Path) -> None:
-    """Wait until a file counts as settled; its change time cannot be set."""
-    while time.time() - path.stat().st_ctime <= 0.11:
-        time.sleep(0.01)
 
 
 def test_single_file(tmp_path: Path) -> None:
@@ -83,14 +78,14 @@ def hashed(memo: DigestMemo, path: Path) -> tuple[str, bool]:
 def test_digest_is_remembered_across_processes(tmp_path: Path) -> None:
     path, cache = write_weights(tmp_path / "w"), tmp_path / "cache" / "digests.json"
     expected = hashlib.sha256(path.read_bytes()).hexdigest()
-    age(path)
+    settle(path)
     assert hashed(DigestMemo(cache), path) == (expected, True)
     assert hashed(DigestMemo(cache), path) == (expected, False)
 
 
 def test_a_changed_file_is_hashed_again(tmp_path: Path) -> None:
     path, cache = write_weights(tmp_path / "w"), tmp_path / "digests.json"
-    age(path)
+    settle(path)
     before, _ = hashed(DigestMemo(cache), path)
     status = path.stat()
     content = bytearray(path.read_bytes())
@@ -104,7 +99,7 @@ def test_a_changed_file_is_hashed_again(tmp_path: Path) -> None:
 
 def test_a_replaced_file_is_hashed_again(tmp_path: Path) -> None:
     path, cache = write_weights(tmp_path / "w"), tmp_path / "digests.json"
-    age(path)
+    settle(path)
     hashed(DigestMemo(cache), path)
     other = tmp_path / "other"
     other.write_bytes(path.read_bytes())
@@ -124,7 +119,7 @@ def test_a_file_just_written_is_not_remembered(tmp_path: Path) -> None:
 
 def test_a_broken_memo_only_costs_time(tmp_path: Path) -> None:
     path, cache = write_weights(tmp_path / "w"), tmp_path / "digests.json"
-    age(path)
+    settle(path)
     for content in ("{not json", "[]", '{"x": 3}'):
         cache.write_text(content)
         assert hashed(DigestMemo(cache), path)[1]
@@ -133,7 +128,7 @@ def test_a_broken_memo_only_costs_time(tmp_path: Path) -> None:
 
 def test_an_unwritable_memo_only_costs_time(tmp_path: Path) -> None:
     path = write_weights(tmp_path / "w")
-    age(path)
+    settle(path)
     (tmp_path / "file").write_text("")
     cache = tmp_path / "file" / "digests.json"
     assert hashed(DigestMemo(cache), path) == hashed(DigestMemo(cache), path)
