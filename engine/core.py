@@ -29,6 +29,7 @@ from engine.scheduler import ScheduledRequest, Scheduler
 from engine.sessions import Sessions
 from engine.stats import EngineStats
 from engine.step import PromptLogprobRows, SequenceInput, StepInput, StepOutput
+from engine.token_view import TokenView
 from engine.verification import accept
 from offload.manager import OffloadManager
 from offload.tier import BlockHash
@@ -190,7 +191,15 @@ class EngineCore:
                 requests.append(request)
                 salt = self._live[request.request_id].salt
                 contexts.append(
-                    DraftContext(request.request_id, tuple(request.token_ids), max_tokens, salt)
+                    DraftContext(
+                        request_id=request.request_id,
+                        token_ids=TokenView(request.token_ids),
+                        max_tokens=max_tokens,
+                        salt=salt,
+                        num_prompt_tokens=request.num_prompt_tokens,
+                        params=request.params,
+                        seed=request.seed,
+                    )
                 )
         if not contexts:
             return

@@ -19,12 +19,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
 from typing import Any, Protocol
 
 from engine.errors import StartupError
+from engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,20 @@ class DraftContext:
     """What a drafter learns about one request."""
 
     request_id: str
-    token_ids: tuple[int, ...]  # prompt and output so far; an immutable copy, read by a thread
+    token_ids: Sequence[int]  # prompt and output so far; never changes, slices are tuples
     max_tokens: int  # drafts of any use at this step
     salt: str | None  # cache salt: what is learnt from one salt must not show in another
+    num_prompt_tokens: int = 0
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0  # the target draws the token at position p with the noise of (seed, p)
 
 
 class Drafter(Protocol):
-    """Built as `DrafterClass(vocab_size=..., max_tokens=...)`; called from one thread only."""
+    """Built as `DrafterClass(vocab_size=..., max_tokens=...)`; called from one thread only.
+
+    One that learns from what was generated may have a method `remember(context)` too: it is called
+    with all tokens of a request (`max_tokens` 0) right before that request's `finish`.
+    """
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """For each context at most its `max_tokens` guesses of what follows; [] for none."""

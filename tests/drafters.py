@@ -47,8 +47,9 @@ class OracleDrafter:
         num_drafts = min(self.max_tokens, context.max_tokens)
         return list(self.truth(context.token_ids)[:num_drafts])
 
-    def truth(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    def truth(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The known tokens after `token_ids`."""
+        token_ids = tuple(token_ids)
         for num_prompt_tokens in range(len(token_ids), 0, -1):
             output = CONTINUATIONS.get(token_ids[:num_prompt_tokens])
             if output is None:
