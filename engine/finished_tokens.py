@@ -1,16 +1,26 @@
 """What finished requests left behind, kept apart by salt and bounded over all of them.
 
-The requests stand in the order in which they finished; whatever was not used again in the meantime
-goes first. For a request that made use of an older one contains what it used, and so brought it to
-the front when it finished itself.
+The requests stand in the order in which they finished, and the oldest go first. That is also the
+order of last use: a request that was drafted from older ones contains what it took from them, and
+so has brought it to the front when it finishes itself. A request that goes on from the last one of
+its salt, as a chat does turn by turn, takes its place.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import OrderedDict
+from dataclasses import dataclass
 
 from engine.suffix_index import SuffixIndex
+
+_SHARE = 8  # no request leaves more than this part of all that may be kept
+
+
+@dataclass(slots=True)
+class _Salt:
+    index: SuffixIndex
+    newest: int  # the number of its newest request, a key of `_requests`
 
 
 class FinishedTokens:
@@ -20,42 +30,60 @@ class FinishedTokens:
         """`gram` is the shortest match, in tokens."""
         self._max_tokens = max_tokens
         self._gram = gram
-        self._by_salt: dict[str | None, SuffixIndex] = {}
-        self._requests: deque[tuple[str | None, int]] = deque()  # oldest first: salt, positions
-        self._num_tokens = 0
+        self._salts: dict[str | None, _Salt] = {}
+        # By number, oldest first: salt, and positions in the index of the salt.
+        self._requests: OrderedDict[int, tuple[str | None, int]] = OrderedDict()
+        self._num_remembered = 0
+        self._num_positions = 0
 
     def __len__(self) -> int:
         """Positions in use over all salts: each request costs its tokens and one more."""
-        return self._num_tokens
+        return self._num_positions
 
     @property
     def salts(self) -> set[str | None]:
         """The salts of which something is known."""
-        return set(self._by_salt)
+        return set(self._salts)
 
     def of(self, salt: str | None) -> SuffixIndex | None:
         """Where to look for what requests of `salt` left; None and "" are two salts."""
-        return self._by_salt.get(salt)
+        known = self._salts.get(salt)
+        return known.index if known else None
 
     def remember(self, salt: str | None, tokens: array[int]) -> None:
-        """Keep the tokens of a finished request (the end of them, if all are too many)."""
-        tokens = tokens[-(self._max_tokens - 1) :]
-        if len(tokens) <= self._gram:  # nothing could be found that has a continuation
+        """Keep the tokens of a finished request; of a long one its end, an eighth of the bound."""
+        most = self._max_tokens // _SHARE - 1
+        if min(len(tokens), most) <= self._gram:  # no match in it would have a continuation
             return
-        index = self._by_salt.get(salt)
-        if index is None:
-            index = self._by_salt[salt] = SuffixIndex(self._gram)
-        index.begin()
-        index.extend(tokens)
-        self._requests.append((salt, len(tokens) + 1))
-        self._num_tokens += len(tokens) + 1
-        while self._num_tokens > self._max_tokens:
+        tokens = tokens[-most:]
+        known = self._salts.get(salt)
+        if known is None:
+            known = self._salts[salt] = _Salt(SuffixIndex(self._gram), newest=-1)
+        num_known = self._num_continued(known, tokens)
+        if num_known:
+            _, num_replaced = self._requests.pop(known.newest)
+            self._num_positions -= num_replaced
+        else:
+            known.index.begin()
+        known.index.extend(tokens[num_known:])
+        known.newest = self._num_remembered
+        self._num_remembered += 1
+        self._requests[known.newest] = (salt, len(tokens) + 1)
+        self._num_positions += len(tokens) + 1
+        while self._num_positions > self._max_tokens:
             self._forget_oldest()
 
+    def _num_continued(self, known: _Salt, tokens: array[int]) -> int:
+        """How many of these tokens are the newest request of the salt; 0 unless all of it is."""
+        if known.newest < 0:
+            return 0
+        count = self._requests[known.newest][1] - 1
+        return count if known.index.last(count) == tokens[:count] else 0
+
     def _forget_oldest(self) -> None:
-        salt, count = self._requests.popleft()
-        self._num_tokens -= count
-        index = self._by_salt[salt]
+        _, (salt, count) = self._requests.popitem(last=False)
+        self._num_positions -= count
+        index = self._salts[salt].index
         index.forget_oldest(count)
         if not len(index):
-            del self._by_salt[salt]
+            del self._salts[salt]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-ENOUGH = 0.25
+ENOUGH = 0.15
 _LOG_ENOUGH = math.log(ENOUGH)
 _PRIOR_WEIGHT = 3.0  # what other requests saw counts for as many tokens of this one
 _REQUEST_MEMORY = 0.85  # of an older step's count, per newer step of the same kind

@@ -25,10 +25,11 @@ from engine.suffix_index import LONGEST_MATCH, SuffixIndex
 
 MAX_REMEMBERED = 1 << 18  # tokens of finished requests, over all salts
 
+_MOST_NEW = 1 << 14  # tokens indexed per call; a longer prompt takes more calls, without drafts yet
 _OWN_GRAM = 2  # shortest match in a request's own tokens
 _OTHERS_GRAM = 4  # in those of others, of which there are many more: fewer tokens match by chance
 _TRAIL_MATCH = 8  # tokens of a match that leaves a trail
-_TRAIL_LENGTH = 16  # tokens until a trail is cold
+_TRAIL_LENGTH = 32  # tokens until a trail is cold
 _TRAIL_SHIFTS = (
     0,
     1,
@@ -99,7 +100,19 @@ class NgramDrafter:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """For each context at most its `max_tokens` guesses of what follows; [] for none."""
-        return [self._draft(context) for context in contexts]
+        drafts, budget = [], _MOST_NEW
+        for context in contexts:
+            request = self._request(context.request_id)
+            # The few tokens of a step are always affordable, so that no prompt starves the others.
+            end = request.num_tokens + max(budget, LONGEST_MATCH)
+            new = context.token_ids[request.num_tokens : end]
+            budget -= len(new)
+            request.num_tokens += len(new)
+            request.index.extend(new)
+            self._learn(request, new)
+            is_complete = request.num_tokens == len(context.token_ids)
+            drafts.append(self._draft(request, context) if is_complete else [])
+        return drafts
 
     def finish(self, request_id: str) -> None:
         """Forget the request, known or not."""
@@ -107,19 +120,17 @@ class NgramDrafter:
 
     def remember(self, context: DraftContext) -> None:
         """Keep all tokens of a request that is about to finish for later ones of its salt."""
-        self._finished.remember(context.salt, array("i", context.token_ids))
+        self._finished.remember(context.salt, array("i", context.token_ids[:]))
 
-    def _draft(self, context: DraftContext) -> list[int]:
-        request = self._requests.get(context.request_id)
+    def _request(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[context.request_id] = _Request(
-                MatchTrust(_PRIORS, parent=self._trust)
-            )
+            request = _Request(MatchTrust(_PRIORS, parent=self._trust))
             request.index.begin()
-        new = context.token_ids[request.num_tokens :]
-        request.num_tokens += len(new)
-        request.index.extend(new)
-        self._learn(request, new)
+            self._requests[request_id] = request
+        return request
+
+    def _draft(self, request: _Request, context: DraftContext) -> list[int]:
         most = min(context.max_tokens, self._max_tokens)
         suffix = request.index.last(LONGEST_MATCH)
         self._find_match(request, context.salt, suffix)

@@ -40,9 +40,8 @@ class SuffixIndex:
     def __init__(self, gram: int) -> None:
         """Matches of fewer than `gram` tokens are not found."""
         self._gram = gram
-        self._shift = -(
-            -32 // gram
-        )  # a key takes in a token and has forgotten it `gram` tokens later
+        # In a key of 32 bits a token is shifted out once `gram` others have come.
+        self._shift = -(-32 // gram)
         self._tokens = array("i")
         self._links = array("q")
         self._bits = _FIRST_BITS
@@ -110,14 +109,14 @@ class SuffixIndex:
     def longest(self, suffix: array[int], more_than: int = 0) -> tuple[int, int]:
         """Where the longest match of `suffix` goes on, and its length: `len(suffix)` at most.
 
-        Of equal ones the most recent. (-1, 0) if none has `more_than` tokens and one more. The
-        end of the newest sequence itself is no match, so that a text can be searched for its own.
+        Of equal ones the most recent. (-1, 0) if none has more than `more_than` tokens. What ends
+        a sequence is no match, as nothing follows: so a text can be searched for its own end.
         """
         if len(suffix) < self._gram:
             return -1, 0
         key = self._key(suffix[-self._gram :])
         position = self._heads[(key * _MULTIPLIER & _KEY_MASK) >> (32 - self._bits)]
-        if position == self.end - 1:
+        if position == self.end - 1 >= self._oldest:
             position = self._links[-1]
         tokens, links, base, oldest = self._tokens, self._links, self._base, self._oldest
         length, found = max(more_than, self._gram - 1), -1
@@ -134,6 +133,7 @@ class SuffixIndex:
                 i >= length
                 and tokens[i - length] == wanted
                 and tokens[i - length + 1 : i + 1] == tail
+                and tokens[i + 1] != _SEPARATOR
             ):
                 length += 1
                 while length < most and length <= i and tokens[i - length] == suffix[-1 - length]:
