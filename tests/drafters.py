@@ -86,7 +86,7 @@ class RandomAcceptanceDrafter(OracleDrafter):
 class FewWordsDrafter(OracleDrafter):
     """Knows nothing and guesses among `WORDS`, by a die that depends on request and position."""
 
-    WORDS = (40, 80, 120, 160)
+    WORDS = (40, 160)
 
     def guess(self, context: DraftContext) -> list[int]:
         start = len(context.token_ids)
