@@ -150,6 +150,14 @@ def assert_same_answer(actual: Answer, expected: Answer) -> None:
         assert difference <= LOGPROB_TOLERANCE, f"logprob {position} is off by {difference}"
 
 
+def new_text(engine: AsyncEngine, token_ids: Sequence[int], count: int) -> str:
+    """The text that token `count` adds, if it is a whole character not seen before."""
+    before = engine.tokenizer.decode(token_ids[: count - 1])
+    after = engine.tokenizer.decode(token_ids[:count])
+    piece = after[len(before) :]
+    return piece if after.startswith(before) and piece.isascii() and piece not in before else ""
+
+
 async def saves_done(engine: AsyncEngine) -> None:
     """Until every save has reached its tier, without flushing."""
     async with asyncio.timeout(30):
