@@ -76,6 +76,20 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
 
+    @classmethod
+    def of_nobody(cls, request_id: str, token_ids: Sequence[int], root_hash: BlockHash) -> Request:
+        """Tokens and whose space they are in, for what works on requests; never scheduled."""
+        return cls(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=SamplingParams(max_tokens=0),
+            max_tokens=0,
+            stop_ids=frozenset(),
+            seed=0,
+            root_hash=root_hash,
+            arrival_order=0,
+        )
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
