@@ -15,8 +15,10 @@ from engine.audit_report import AuditReporter
 from engine.block_hash import kv_fingerprint
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.drafter import GuardedDrafter, build_drafter, find_drafter_class
+from engine.draft_depth import DraftDepth
+from engine.drafter_loader import NGRAM, build_drafter, find_drafter_class
 from engine.errors import StartupError
+from engine.guarded_drafter import DrafterThread, GuardedDrafter
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_groups import KVGroup, describe_groups, group_layers
 from engine.kv_layout import KVLayout
@@ -26,6 +28,7 @@ from engine.load_samples import LoadSamples
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sessions import Sessions
+from engine.speculation import Speculation
 from engine.tokenizer import Tokenizer
 from engine.transcripts import TABLE as TRANSCRIPTS
 from engine.transcripts import Transcripts
@@ -144,17 +147,7 @@ def _assemble_on_torch_thread(
     model = _load(config, progress)
     threshold, tiers = _test_and_open_tiers(model, config, progress)
     info = model.loaded.info
-    drafter = None
-    if drafter_class is not None:
-        drafter = GuardedDrafter(
-            build_drafter(
-                config.speculative,
-                drafter_class,
-                vocab_size=info.vocab_size,
-                max_tokens=config.speculative_tokens,
-            ),
-            vocab_size=info.vocab_size,
-        )
+    drafter = _guarded_drafter(config, drafter_class, info)
     wake = Wake()
     side = _open_side_store(config, model.fingerprint, tiers)
     offload = OffloadManager(tiers, block_bytes=model.block_bytes, wake=wake)
@@ -178,8 +171,7 @@ def _assemble_on_torch_thread(
         runner=model.runner,
         torch_thread=torch_thread,
         chooser=chooser,
-        drafter=drafter,
-        max_draft_tokens=0 if drafter is None else config.speculative_tokens,
+        speculation=_speculation(config, drafter),
         load_deadline=config.load_deadline,
         auditor=LoadAuditor(kv, samples, threshold) if threshold else None,
         reporter=reporter,
@@ -207,6 +199,29 @@ def _assemble_on_torch_thread(
         sessions=sessions,
         reporter=reporter,
     )
+
+
+def _guarded_drafter(
+    config: EngineConfig, drafter_class: type | None, info: ModelInfo
+) -> GuardedDrafter | None:
+    if drafter_class is None:
+        return None
+    drafter = build_drafter(
+        config.speculative,
+        drafter_class,
+        vocab_size=info.vocab_size,
+        max_tokens=config.speculative_tokens,
+    )
+    # Somebody else's may take its time; ours costs less than handing the call to a thread.
+    thread = None if config.speculative == NGRAM else DrafterThread()
+    return GuardedDrafter(drafter, vocab_size=info.vocab_size, thread=thread)
+
+
+def _speculation(config: EngineConfig, drafter: GuardedDrafter | None) -> Speculation | None:
+    if drafter is None:
+        return None
+    depth = DraftDepth(config.speculative_tokens, adaptive=config.speculative_depth == "auto")
+    return Speculation(drafter, depth, config.speculative_tokens)
 
 
 def _load(config: EngineConfig, progress: ProgressFn) -> _Model:

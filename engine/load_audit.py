@@ -118,9 +118,7 @@ class LoadAuditor:
             for s in audit.samples
             if end == request.num_tokens
         ]
-        return AuditInput(
-            [SequenceInput(request.token_ids[start:end], start, tables, sample_rows=())], pairs
-        )
+        return AuditInput([SequenceInput(request.token_ids[start:end], start, tables)], pairs)
 
     def _begin(self, samples: list[LoadSample]) -> None:
         """Reference what is to be compared and borrow what computing it reads."""

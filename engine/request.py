@@ -37,6 +37,7 @@ class Request:
     seed: int
     root_hash: BlockHash
     arrival_order: int
+    salt: str | None = None  # in `root_hash` already; the drafter keeps by it what it learns
     priority: int = 0
     is_background: bool = False  # nobody asked for it: small steps, and in no user's figures
     times: RequestTimes = field(default_factory=lambda: RequestTimes(arrival=0.0))
@@ -66,6 +67,8 @@ class Request:
     cached: CachedTokens = field(default_factory=CachedTokens)
     recomputed_by_choice: int = 0
     num_preemptions: int = 0
+    num_accepted_drafts: int = 0  # tokens of its output that a drafter had guessed
+    num_rejected_drafts: int = 0  # guesses that are not in its output
 
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
