@@ -64,6 +64,7 @@ def engine_config(model_dir: Path, cache_dir: Path, **overrides: Any) -> EngineC
         "cpu_tier": 0,
         "load_policy": "always",
         "seed": 0,
+        "speculative_depth": "fixed",  # drafts at every step, whether they pay or not
     }
     return EngineConfig(**{**fields, **overrides})
 
@@ -75,8 +76,8 @@ async def running_engine(
     """Start, check conservation after every step, close; at the end nothing may be held."""
     engine = await AsyncEngine.from_config(engine_config(model, cache_dir, **overrides))
     core = engine._core
-    if core._drafter is not None:
-        core._drafter._deadline = 60.0  # a busy machine must not cost the drafts that tests count
+    if core._speculation is not None:  # a busy machine must not cost the drafts that tests count
+        core._speculation._drafter._deadline = 60.0
     plain_step = core.step
 
     async def checked_step() -> bool:
