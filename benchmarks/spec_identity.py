@@ -176,6 +176,7 @@ async def run(options: argparse.Namespace, cache_dir: Path) -> list[Verdict]:
                 dtype=options.dtype,
                 speculative=spec,
                 speculative_tokens=options.speculative_tokens,
+                speculative_depth="fixed",  # whether drafts pay is not asked here
                 max_num_seqs=options.at_once,
                 max_queue=4 * options.num_prompts,
                 cpu_tier=0,
