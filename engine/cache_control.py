@@ -111,6 +111,8 @@ class CacheControl:
             if prompt_cache_key is not None:
                 session = self._sessions.get(space, prompt_cache_key)
             self._forget_records(space, cache_salt, prompt_cache_key)
+            is_partial = cache_salt is not None or prompt_cache_key is not None
+            self._core.forget_drafts([cache_salt] if is_partial else None)
         dropped: dict[str, int] = {}
         if DEVICE in wanted:
             dropped[DEVICE] = self._core.kv.reset(self._core.scheduler.live(), where)

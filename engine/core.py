@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 
@@ -103,6 +103,15 @@ class EngineCore:
         live = self._live.get(request_id)
         if live is not None:
             self._finish(live, FinishReason.ABORT)
+
+    def forget_drafts(self, salts: Collection[str | None] | None) -> None:
+        """Nothing that finished requests of these salts said, or of all, is drafted any more."""
+        if self._speculation is None:
+            return
+        self._speculation.forget(salts)
+        for request in self.scheduler.live():
+            if salts is None or request.salt in salts:
+                request.teaches_drafter = False
 
     def fail_all(self, message: str) -> None:
         """The engine is lost: tell every stream. Touches no engine state that may be broken."""

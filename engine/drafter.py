@@ -29,7 +29,9 @@ class Drafter(Protocol):
     """Built as `DrafterClass(vocab_size=..., max_tokens=...)`; called from one thread only.
 
     One that learns from what was generated may have a method `remember(context)` too: it is called
-    with all tokens of a request (`max_tokens` 0) right before that request's `finish`.
+    with all tokens of a request (`max_tokens` 0) right before that request's `finish`. A method
+    `forget(salts)` is called when caches are reset: what was learnt of these salts, or of all if it
+    is None, must not be used any more.
     """
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:

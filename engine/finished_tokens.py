@@ -73,6 +73,15 @@ class FinishedTokens:
         while self._num_positions > self._max_tokens:
             self._forget_oldest()
 
+    def forget(self, salt: str | None) -> None:
+        """Keep nothing of a salt, known or not."""
+        known = self._salts.pop(salt, None)
+        if known is None:
+            return
+        known.index.forget_oldest(len(known.index))  # who still holds the index finds nothing
+        own = [number for number, (owner, _) in self._requests.items() if owner == salt]
+        self._num_positions -= sum(self._requests.pop(number)[1] for number in own)
+
     def _num_continued(self, known: _Salt, tokens: array[int]) -> int:
         """How many of these tokens are the newest request of the salt; 0 unless all of it is."""
         if known.newest < 0:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from numbers import Integral
 from typing import Any
@@ -93,6 +93,7 @@ class GuardedDrafter:
         """
         self._drafter = drafter
         self._remember = getattr(drafter, "remember", None)
+        self._forget = getattr(drafter, "forget", None)
         self._vocab_size = vocab_size
         self._thread = thread
         self._post = thread.post if thread else post
@@ -135,19 +136,32 @@ class GuardedDrafter:
         self._pause = 0.0
         return self._running.result() or nothing
 
-    def finish(self, context: DraftContext) -> None:
-        """Tell the drafter that a request is over, and all its tokens if it wants to learn them.
+    def finish(self, context: DraftContext, *, teaches: bool = True) -> None:
+        """Tell the drafter that a request is over, and all its tokens if it wants to learn them and
+        may (`teaches`).
 
         Never blocks, never raises.
         """
-        if self._closed:
-            return
         if self._thread and self._thread.num_waiting >= MAX_PENDING_FINISHES:
             self._count(DraftFailure.UNFINISHED)
-        elif self._post is None:
-            self._finish(context)
         else:
-            self._post(lambda: self._finish(context))
+            self._call(lambda: self._finish(context, teaches))
+
+    def forget(self, salts: Collection[str | None] | None) -> None:
+        """What the drafter learnt of these salts, or of all, must not be used any more.
+
+        Never blocks, never raises.
+        """
+        if self._forget is not None:
+            self._call(lambda: self._guarded(self._forget, salts))
+
+    def _call(self, call: Call) -> None:
+        if self._closed:
+            return
+        if self._post is None:
+            call()
+        else:
+            self._post(call)
 
     def close(self) -> None:
         """No more calls; the thread of its own, if it has one, ends by itself."""
@@ -186,14 +200,14 @@ class GuardedDrafter:
             self._count(DraftFailure.RAISED, error)
             return None
 
-    def _finish(self, context: DraftContext) -> None:
+    def _finish(self, context: DraftContext, teaches: bool) -> None:
+        if self._remember is not None and teaches:
+            self._guarded(self._remember, context)
+        self._guarded(self._drafter.finish, context.request_id)
+
+    def _guarded(self, method: Callable[[Any], object], argument: object) -> None:
         try:
-            if self._remember is not None:
-                self._remember(context)
-        except BaseException as error:
-            self._count(DraftFailure.RAISED, error)
-        try:
-            self._drafter.finish(context.request_id)
+            method(argument)
         except BaseException as error:
             self._count(DraftFailure.RAISED, error)
 

@@ -15,7 +15,7 @@ good for is measured (`engine.match_trust`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.drafter import DraftContext
@@ -112,6 +112,11 @@ class NgramDrafter:
     def remember(self, context: DraftContext) -> None:
         """Keep all tokens of a request that is about to finish for later ones of its salt."""
         self._finished.remember(context.salt, array("i", context.token_ids[:]))
+
+    def forget(self, salts: Collection[str | None] | None) -> None:
+        """Keep nothing of what finished requests of these salts said; None: of any."""
+        for salt in self._finished.salts if salts is None else salts:
+            self._finished.forget(salt)
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)

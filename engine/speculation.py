@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from engine.draft_depth import DraftDepth
 from engine.drafter import DraftContext
@@ -65,7 +65,11 @@ class Speculation:
         """A request is over; what it generated may teach the drafter."""
         if request.num_output_tokens:  # without any it was never drafted for
             self._depth.finish(request.request_id)
-            self._drafter.finish(_context(request, 0))
+            self._drafter.finish(_context(request, 0), teaches=request.teaches_drafter)
+
+    def forget(self, salts: Collection[str | None] | None) -> None:
+        """Caches are reset: nothing said under these salts, or at all, is drafted any more."""
+        self._drafter.forget(salts)
 
     def report(self, stats: EngineStats) -> None:
         """Enter the counters."""

@@ -31,6 +31,8 @@ class Answer:
     recomputed_by_choice: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_events: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
     def add(self, output: RequestOutput) -> None:
         assert self.finish_reason is None, "an event after the terminal one"
@@ -43,6 +45,8 @@ class Answer:
         self.stop_reason = output.stop_reason
         self.error = output.error
         self.recomputed_by_choice = output.recomputed_by_choice
+        self.num_accepted_drafts = output.num_accepted_drafts
+        self.num_rejected_drafts = output.num_rejected_drafts
         if output.prompt_logprobs is not None:
             assert self.prompt_logprobs is None, "prompt logprobs come once"
             self.prompt_logprobs = output.prompt_logprobs

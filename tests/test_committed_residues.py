@@ -32,7 +32,12 @@ BLOCK_SIZE = 16
 NUM_PROMPT = 21
 RESIDUES = range(1, 2 * BLOCK_SIZE + 1)
 TAIL = [5, 6, 7]
-DRAFTERS = ["off", "tests.drafters:AlwaysWrongDrafter", "tests.drafters:RandomAcceptanceDrafter"]
+DRAFTERS = [
+    "off",
+    "ngram",
+    "tests.drafters:AlwaysWrongDrafter",
+    "tests.drafters:RandomAcceptanceDrafter",
+]
 
 
 def prompt_of(number: int) -> list[int]:

@@ -36,7 +36,12 @@ from tests.running_engine import (
 BLOCK_SIZE = 4
 PROMPT = [3 + (17 * i) % 370 for i in range(42)]  # ten blocks and two tokens
 PATIENCE = 10  # seconds for what takes a few milliseconds
-DRAFTERS = ["off", "tests.drafters:AlwaysWrongDrafter", "tests.drafters:RandomAcceptanceDrafter"]
+DRAFTERS = [
+    "off",
+    "ngram",
+    "tests.drafters:AlwaysWrongDrafter",
+    "tests.drafters:RandomAcceptanceDrafter",
+]
 
 
 @dataclass

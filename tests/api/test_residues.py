@@ -24,7 +24,12 @@ BLOCK_SIZE = 16
 NUM_PROMPT = 21
 LONGEST = 2 * BLOCK_SIZE
 TAIL = [5, 6, 7]
-DRAFTERS = ["off", "tests.drafters:AlwaysWrongDrafter", "tests.drafters:RandomAcceptanceDrafter"]
+DRAFTERS = [
+    "off",
+    "ngram",
+    "tests.drafters:AlwaysWrongDrafter",
+    "tests.drafters:RandomAcceptanceDrafter",
+]
 
 
 ENDINGS = ["length", "stop_id", "stop_string"]

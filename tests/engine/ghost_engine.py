@@ -188,7 +188,7 @@ class GhostDrafter:
             drafts.append(token)
         return drafts
 
-    def finish(self, context: DraftContext) -> None:
+    def finish(self, context: DraftContext, *, teaches: bool) -> None:
         del self.requests[context.request_id]
 
 

@@ -80,3 +80,17 @@ def test_nothing_is_kept_of_what_can_have_no_match() -> None:
     assert finished(("a", range(2))).salts == set()
     assert len(finished(("a", range(5)), max_tokens=0)) == 0
     assert len(finished(("a", range(3)))) == 4
+
+
+def test_a_salt_is_forgotten_and_the_others_stay() -> None:
+    tokens = finished(("a", range(5)), ("b", range(10, 15)), ("a", range(20, 25)))
+    held = tokens.of("a")
+    assert held is not None
+    tokens.forget("a")
+    tokens.forget("unknown")
+    assert (tokens.salts, len(tokens)) == ({"b"}, 6)
+    assert held.longest(array("i", [0, 1])) == (-1, 0)
+    assert knows(tokens, "b", 10, 11)
+    tokens.remember("a", array("i", range(30, 35)))
+    assert (knows(tokens, "a", 30, 31), knows(tokens, "a", 0, 1)) == (True, False)
+    assert len(tokens) == 12
