@@ -37,6 +37,7 @@ from offload.store_scan import side_path
 from offload.tier import Tier, TierOpenError
 
 if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
+    from engine.draft_model import ModelDrafter
     from engine.model_loader import LoadedModel
     from engine.model_runner import ModelRunner
 
@@ -134,18 +135,22 @@ class _Model:
     block_bytes: int
     fingerprint: bytes
     audit_threshold: float | None  # None: loads are not audited
+    drafter: ModelDrafter | None  # None: --speculative names no draft model
 
 
 def _assemble_on_torch_thread(
     config: EngineConfig, progress: ProgressFn, torch_thread: ThreadPoolExecutor
 ) -> EngineParts:
     progress("starting", 0.0)
-    drafter_class = find_drafter_class(config.speculative)  # before the model: it may be refused
+    # Before the model: it may be refused.
+    drafter_class = None if _drafts(config) else find_drafter_class(config.speculative)
     model = _load(config, progress)
     progress("opening KV tiers", 0.0)
     info = model.loaded.info
     drafter = None
-    if drafter_class is not None:
+    if model.drafter is not None:
+        drafter = GuardedDrafter(model.drafter, vocab_size=info.vocab_size)
+    elif drafter_class is not None:
         drafter = GuardedDrafter(
             build_drafter(
                 config.speculative,
@@ -212,11 +217,17 @@ def _assemble_on_torch_thread(
     )
 
 
+def _drafts(config: EngineConfig) -> bool:
+    """Whether --speculative names a draft model."""
+    return config.speculative.startswith("draft:")
+
+
 def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     import torch  # the heaviest import; it belongs to this thread like everything torch does
 
     from engine import attention
     from engine.audit_threshold import calibrate
+    from engine.draft_loading import build_model_drafter, divide_kv_memory, load_draft_model
     from engine.kernels import load_kernels
     from engine.kv_cache import KVCache
     from engine.model_loader import load_model
@@ -236,12 +247,21 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
         block_size=config.block_size,
         dtype=info.dtype,
     )
-    num_blocks = _num_blocks(config, layout.block_bytes, groups)
+    kv_memory, draft_memory, draft = config.kv_memory, None, None
+    if _drafts(config):
+        draft = load_draft_model(config, config.speculative, loaded, progress)
+        if kv_memory is not None:
+            token_bytes = len(groups) * layout.token_bytes
+            kv_memory, draft_memory = divide_kv_memory(kv_memory, token_bytes, draft.token_bytes)
+    num_blocks = _num_blocks(config, kv_memory, layout.block_bytes, groups)
     device = next(loaded.model.parameters()).device
     cache = KVCache(num_blocks, layout, device)
     runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)
     progress("self-test", 0.0)
     check_model(loaded, runner, config.block_size, num_blocks)
+    drafter = None
+    if draft is not None:
+        drafter = build_model_drafter(config, draft, info, kernels, draft_memory, progress)
     threshold = None
     if config.verify_loads:
         threshold = calibrate(runner, info, config.block_size, num_blocks)
@@ -252,11 +272,16 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
         block_size=config.block_size,
         format_version=KV_FORMAT_VERSION,
     )
-    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint, threshold)
+    return _Model(
+        loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint, threshold, drafter
+    )
 
 
-def _num_blocks(config: EngineConfig, block_bytes: int, groups: Sequence[KVGroup]) -> int:
-    """Blocks of the device pool; every group of a request's layers needs one at least."""
+def _num_blocks(
+    config: EngineConfig, kv_memory: int | None, block_bytes: int, groups: Sequence[KVGroup]
+) -> int:
+    """Blocks of the device pool, which has `kv_memory` of `config.kv_memory` bytes; every group of
+    a request's layers needs one at least."""
     least = len(groups)
     if config.kv_blocks is not None:
         if config.kv_blocks < least:
@@ -264,8 +289,8 @@ def _num_blocks(config: EngineConfig, block_bytes: int, groups: Sequence[KVGroup
                 f"--kv-blocks {config.kv_blocks} is too few: this model needs {least} at least"
             )
         return config.kv_blocks
-    assert config.kv_memory is not None
-    num_blocks = config.kv_memory // block_bytes
+    assert kv_memory is not None
+    num_blocks = kv_memory // block_bytes
     if num_blocks < least:
         raise StartupError(
             f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {block_bytes} bytes,"
