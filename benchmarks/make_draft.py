@@ -1,4 +1,4 @@
-"""A draft model to try `--speculative draft:DIR` with: the first layers of a model, nothing trained.
+"""A draft model to try `--speculative draft:DIR` with: a model's first layers, nothing trained.
 
     python benchmarks/make_draft.py --layers N --out DIR [--model MODEL] [--dtype float32]
     overwinter serve --speculative draft:DIR

@@ -146,8 +146,8 @@ def _num_blocks(config: EngineConfig, draft: DraftModel, kv_memory: int | None) 
         num_blocks, given = kv_memory // draft.layout.block_bytes, "its share of --kv-memory"
     if num_blocks < least:
         raise StartupError(
-            f"--speculative {draft.spec}: {given} holds {num_blocks} of the draft model's KV blocks,"
-            f" and it needs {least} at least; raise it"
+            f"--speculative {draft.spec}: {given} holds {num_blocks} of the draft model's KV"
+            f" blocks, and it needs {least} at least; raise it"
         )
     return num_blocks
 

@@ -149,7 +149,7 @@ class ModelDrafter:
         return [[] if run is None else run.drafts for run in runs]
 
     def remember(self, context: DraftContext) -> None:
-        """All tokens of a request that ends: accepted guesses of the last call are worth keeping."""
+        """All tokens of a request that ends: accepted guesses of the last call are kept."""
         shadow = self._shadows.get(context.request_id)
         if shadow is not None and not shadow.follow(context.token_ids):
             self._drop(shadow)

@@ -146,7 +146,6 @@ async def test_a_replay_hits_all_that_is_certain(
             assert again.cached.total == certain // BLOCK_SIZE * BLOCK_SIZE
 
 
-
 async def test_preempted_requests_are_drafted_for_again(
     tiny_llama: Path, kernel_cache: Path, models: dict[str, Path]
 ) -> None:

@@ -1,7 +1,7 @@
 """What a draft model guesses is what it would guess cold, whatever its pages went through before.
 
 The measure is the same model run over all tokens at once through its own eager attention, in
-float32; the drafter runs it in pages, in chunks, over guesses that were rejected, after prefix hits.
+float32; the drafter runs it in pages, in chunks, over rejected guesses, after prefix hits.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class Bench:
         """Tokens computed since the last call of `propose` (or by all calls of `guess`)."""
         return sum(rows for sequences in self.passes for _, rows in sequences)
 
-    def planes(self, token_ids: Sequence[int], salt: str | None = None) -> list[torch.Tensor | None]:
+    def planes(
+        self, token_ids: Sequence[int], salt: str | None = None
+    ) -> list[torch.Tensor | None]:
         """The keys and values that the prefix cache has for each whole block of `token_ids`."""
         kv, cache = self.drafter.kv, self.drafter._runner._kv
         root = root_hash(self.drafter._fingerprint, salt)
@@ -180,7 +182,7 @@ def test_guesses_are_cold_ones_whatever_was_rejected_before(
         guesses = bench.guess(context(tokens, num_drafts, params=params))
         assert len(guesses) == num_drafts
         num_accepted = (3 * turn) % (num_drafts + 1)
-        bonus = (guesses + [5])[num_accepted]
+        bonus = [*guesses, 5][num_accepted]
         tokens += [*guesses[:num_accepted], (bonus + 1) % 300 + 3]  # no draft is equal to it
     bench.drafter.finish("a")
     bench.assert_all_free()
@@ -193,7 +195,7 @@ def test_only_what_agrees_is_kept(bench: Bench) -> None:
     guesses = bench.guess(context(tokens, 6))
     assert bench.num_rows() == len(PROMPT) + 5  # the last guess is no input
     for num_accepted, num_to_compute in ((0, 1), (2, 1), (5, 1), (6, 2)):
-        tokens += [*guesses[:num_accepted], (guesses + [3])[num_accepted] ^ 1]
+        tokens += [*guesses[:num_accepted], [*guesses, 3][num_accepted] ^ 1]
         guesses = bench.guess(context(tokens, 6))
         assert bench.passes[0] == [(len(tokens) - num_to_compute, num_to_compute)]
 
@@ -445,7 +447,8 @@ def test_a_shadow_follows_by_the_tokens_alone() -> None:
         guesses = [rng.randrange(2) for _ in range(rng.randrange(5))]
         target = known + [rng.randrange(2) for _ in range(rng.randrange(6))]
         request = ModelDrafter._new_request(
-            _Nothing(), context(known, num_prompt_tokens=1)  # type: ignore[arg-type]
+            _Nothing(),
+            context(known, num_prompt_tokens=1),  # type: ignore[arg-type]
         )
         request.num_computed_tokens = len(known)
         shadow = Shadow(request, list(guesses))
