@@ -1,4 +1,4 @@
-"""A draft model is loaded like the target, and refused in one line where its guesses are useless."""
+"""A draft model is loaded like the target, and refused in one line where its guesses are no use."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_head_of_too_few_tokens_is_refused(
 def test_what_cannot_be_loaded_is_refused_under_the_options_name(
     target: LoadedModel, kernel_cache: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(StartupError, match="^--speculative draft: names no model; give "):
+    with pytest.raises(StartupError, match=r"^--speculative draft: names no model; give "):
         load(target, kernel_cache, "")
     missing = tmp_path / "missing.gguf"
     with pytest.raises(StartupError) as error:
