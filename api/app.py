@@ -66,8 +66,12 @@ async def _told(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """What the router itself refuses: unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path[:200]}"
-    told = errors.ApiError(
-        error.status_code, message, errors.INVALID_REQUEST, headers=error.headers
-    )
+    path = request.url.path[:200]
+    if error.status_code == 405:
+        told = errors.wrong_method(path, request.method, (error.headers or {})["Allow"])
+    else:
+        message = f"{error.detail}: {request.method} {path}"
+        told = errors.ApiError(
+            error.status_code, message, errors.INVALID_REQUEST, headers=error.headers
+        )
     return errors.error_response(told)

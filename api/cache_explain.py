@@ -26,7 +26,13 @@ def router(context: Context) -> APIRouter:
         engine = context.holder.loaded()
         raw = await read_json(request, context.settings.max_body_bytes)
         body: CompletionBody | ChatBody
-        if raw.get("messages") is not None and raw.get("prompt") is None:
+        if raw.get("messages") is None and raw.get("prompt") is None:
+            raise errors.invalid_request(
+                "Give the body of the request to explain: one with 'prompt' or with 'messages'.",
+                "prompt",
+                "missing_field",
+            )
+        if raw.get("prompt") is None:
             body = parse(ChatBody, raw, context.metrics)
             prompt = await encode_conversation(
                 engine, body.messages, body.add_special_tokens, body.cache_salt, is_asked=False

@@ -4,6 +4,7 @@
 401 unauthorized           no key, or a wrong one
 403 forbidden              this client may not use this endpoint
 404 not_found              no such model or path
+405 wrong_method           the path takes other methods
 413 body_too_large
 500 internal               the engine or the server is at fault
 503 unavailable            loading, draining or full: try again after `Retry-After`
@@ -86,6 +87,16 @@ def forbidden(message: str) -> ApiError:
 
 def not_found(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(404, message, INVALID_REQUEST, param=param, code=code)
+
+
+def wrong_method(path: str, method: str, allowed: str) -> ApiError:
+    return ApiError(
+        405,
+        f"{path} takes {allowed}, not {method}.",
+        INVALID_REQUEST,
+        code="method_not_allowed",
+        headers={"allow": allowed},
+    )
 
 
 def body_too_large(limit: int) -> ApiError:

@@ -250,9 +250,13 @@ class Usage:
                 self._first[position] = None
                 self._num_prompt_tokens += len(choice.prompt.token_ids)
         self._num_output_tokens = [0] * len(choices)
+        self._num_accepted_drafts = [0] * len(choices)
+        self._num_rejected_drafts = [0] * len(choices)
 
     def update(self, position: int, output: RequestOutput) -> None:
         self._num_output_tokens[position] = output.num_output_tokens
+        self._num_accepted_drafts[position] = output.num_accepted_drafts
+        self._num_rejected_drafts[position] = output.num_rejected_drafts
         if position in self._first:
             self._first[position] = output
 
@@ -278,8 +282,8 @@ class Usage:
             "completion_tokens_details": {
                 "reasoning_tokens": 0,
                 "audio_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": sum(self._num_accepted_drafts),
+                "rejected_prediction_tokens": sum(self._num_rejected_drafts),
             },
         }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from api import errors
 from api.conversation import Conversation
-from api.protocol import ROLES, GenerationBody, is_token_ids
+from api.protocol import ROLES, GenerationBody, in_words, is_token_id, is_token_ids
 
 if TYPE_CHECKING:
     from engine.async_engine import AsyncEngine
@@ -27,7 +27,8 @@ INLINE_CHARS = 16_384  # tokenised on the event loop up to here: a few milliseco
 # A text with more than this many characters for each token that fits is judged by its beginning.
 HOPELESS_CHARS_PER_TOKEN = 8
 PROMPT_SHAPES = (
-    "'prompt' must be a string, a list of strings, a list of token ids or a list of lists of them."
+    "it must be a string, a list of strings, a list of token ids (integers from 0 up) or a list of "
+    "such lists."
 )
 
 
@@ -51,7 +52,24 @@ def parse_prompts(value: Any) -> list[str | list[int]]:
             return [value]
         if all(is_token_ids(item) for item in value):
             return list(value)
-    raise errors.invalid_request(PROMPT_SHAPES, "prompt", "invalid_value")
+    raise errors.invalid_request(f"{_misfit(value)}; {PROMPT_SHAPES}", "prompt", "invalid_value")
+
+
+def _misfit(value: Any) -> str:
+    """The first thing about `value` that makes it no prompts."""
+    if not isinstance(value, list) or not value:
+        return f"'prompt' is {in_words(value)}"
+    for index, item in enumerate(value):
+        where = f"'prompt[{index}]' is {in_words(item)}"
+        if isinstance(item, list):
+            for inner, token_id in enumerate(item):
+                if not is_token_id(token_id):
+                    return f"'prompt[{index}][{inner}]' is {in_words(token_id)}"
+        elif not isinstance(item, str) and not is_token_id(item):
+            return where
+        if type(item) is not type(value[0]):
+            return f"{where} and 'prompt[0]' is {in_words(value[0])}"
+    raise AssertionError("these are prompts")
 
 
 def parse_messages(value: Any, *, knows_developer: bool) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from api import errors
 from api.body import AsksNothing, Body
-from engine.sampling_params import MAX_LOGPROBS
+from engine.sampling_params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
 
 MAX_CHOICES = 128
 MAX_TTL_SECONDS = 366 * 86400.0
@@ -51,6 +51,13 @@ def _logit_bias(value: Any) -> Any:
     return bias
 
 
+def _seed(value: Any) -> Any:
+    # The JSON parser has made a float of what is longer than 64 bits.
+    if type(value) is not int or not MIN_SEED <= value <= MAX_SEED:
+        raise ValueError(f"give an integer from {MIN_SEED} to {MAX_SEED}")
+    return value
+
+
 def _token_ids(value: Any) -> Any:
     if not is_token_ids(value):
         raise ValueError("give a list of token ids, which are integers from 0 up")
@@ -59,7 +66,30 @@ def _token_ids(value: Any) -> Any:
 
 def is_token_ids(value: Any) -> bool:
     """Whether `value` is a list of non-negative integers; true is not one."""
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(is_token_id(item) for item in value)
+
+
+def is_token_id(value: Any) -> bool:
+    """Whether `value` is a non-negative integer; true is not one."""
+    return type(value) is int and value >= 0
+
+
+def in_words(value: Any) -> str:
+    """What a JSON value is, briefly, for whoever sent it where it does not belong."""
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    if isinstance(value, dict):
+        return "an object"
+    if value is None:
+        return "null"
+    return str(value).lower()[:32]  # a number, true or false
+
+
+def _no_name(value: Any) -> Any:
+    """Clients without a name for the conversation send an empty one."""
+    return None if value == "" else value
 
 
 CacheSalt = Annotated[str | None, Field(min_length=1)]
@@ -124,7 +154,7 @@ class GenerationBody(Body):
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = Field(
         default_factory=dict
     )
-    seed: int | None = None
+    seed: Annotated[int | None, BeforeValidator(_seed)] = None
     stop: Annotated[list[str], BeforeValidator(_stop)] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
@@ -133,7 +163,7 @@ class GenerationBody(Body):
     stream_options: Annotated[StreamOptions | None, BeforeValidator(_without_nulls)] = None
     priority: int = 0
     cache_salt: CacheSalt = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Annotated[str | None, BeforeValidator(_no_name)] = None
     return_token_ids: bool = False
 
     @property

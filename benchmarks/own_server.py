@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -16,18 +17,23 @@ READY_TIMEOUT = 600.0  # seconds; the first start converts the model
 
 
 @contextlib.contextmanager
-def own_server(arguments: Sequence[str] = ()) -> Iterator[str]:
-    """The URL of a server started with `arguments`; its disk tier is a temporary directory.
+def own_server(
+    arguments: Sequence[str] = (), *, port: int = 0, disk_tier: bool = True
+) -> Iterator[str]:
+    """The URL of a server started with `arguments`, on a free port unless `port` names one.
 
-    Raises `RuntimeError` if the server ends before it is ready.
+    Its disk tier is a temporary directory, unless `arguments` name one or there is to be none. What
+    the environment says of OpenBLAS is not passed on: some machines set a processor type there that
+    is not theirs. Raises `RuntimeError` if the server ends before it is ready.
     """
-    port = _free_port()
+    port = port or _free_port()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
     with tempfile.TemporaryDirectory(prefix="overwinter-bench-") as directory:
         command = [sys.executable, "-m", "api", "serve", *arguments]
         command += ["--port", str(port), "--log-level", "warning"]
-        if not any(argument.startswith("--disk-tier") for argument in arguments):
+        if disk_tier and not any(argument.startswith("--disk-tier") for argument in arguments):
             command += ["--disk-tier", directory]
-        process = subprocess.Popen(command)
+        process = subprocess.Popen(command, env=environment)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_ready(process, url)

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,15 @@ from engine.audit_report import AuditReporter
 from engine.block_hash import kv_fingerprint
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.drafter import GuardedDrafter, build_drafter, find_drafter_class
+from engine.draft_depth import DraftDepth
+from engine.drafter_loader import (
+    NGRAM,
+    build_drafter,
+    draft_model_of,
+    find_drafter_class,
+)
 from engine.errors import StartupError
+from engine.guarded_drafter import DrafterThread, GuardedDrafter
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_groups import KVGroup, describe_groups, group_layers
 from engine.kv_layout import KVLayout
@@ -25,6 +33,7 @@ from engine.load_samples import LoadSamples
 from engine.model_info import ModelInfo
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sessions import Sessions
+from engine.speculation import Speculation
 from engine.tokenizer import Tokenizer
 from engine.transcripts import TABLE as TRANSCRIPTS
 from engine.transcripts import Transcripts
@@ -126,7 +135,7 @@ def _check(config: EngineConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A loaded and tested model with its KV pool."""
+    """A loaded model with its KV pool."""
 
     loaded: LoadedModel
     runner: ModelRunner
@@ -134,7 +143,6 @@ class _Model:
     num_blocks: int
     block_bytes: int
     fingerprint: bytes
-    audit_threshold: float | None  # None: loads are not audited
     drafter: ModelDrafter | None  # None: --speculative names no draft model
 
 
@@ -142,26 +150,12 @@ def _assemble_on_torch_thread(
     config: EngineConfig, progress: ProgressFn, torch_thread: ThreadPoolExecutor
 ) -> EngineParts:
     progress("starting", 0.0)
-    # Before the model: it may be refused.
-    drafter_class = None if _drafts(config) else find_drafter_class(config.speculative)
+    drafter_class = find_drafter_class(config.speculative)  # before the model: it may be refused
     model = _load(config, progress)
-    progress("opening KV tiers", 0.0)
+    threshold, tiers = _test_and_open_tiers(model, config, progress)
     info = model.loaded.info
-    drafter = None
-    if model.drafter is not None:
-        drafter = GuardedDrafter(model.drafter, vocab_size=info.vocab_size)
-    elif drafter_class is not None:
-        drafter = GuardedDrafter(
-            build_drafter(
-                config.speculative,
-                drafter_class,
-                vocab_size=info.vocab_size,
-                max_tokens=config.speculative_tokens,
-            ),
-            vocab_size=info.vocab_size,
-        )
+    drafter = _guarded_drafter(config, drafter_class, model, torch_thread)
     wake = Wake()
-    tiers = _open_tiers(config, model.fingerprint, model.block_bytes)
     side = _open_side_store(config, model.fingerprint, tiers)
     offload = OffloadManager(tiers, block_bytes=model.block_bytes, wake=wake)
     samples = LoadSamples(config.verify_loads, config.seed, config.block_size)
@@ -184,12 +178,9 @@ def _assemble_on_torch_thread(
         runner=model.runner,
         torch_thread=torch_thread,
         chooser=chooser,
-        drafter=drafter,
-        max_draft_tokens=0 if drafter is None else config.speculative_tokens,
+        speculation=_speculation(config, drafter),
         load_deadline=config.load_deadline,
-        auditor=LoadAuditor(kv, samples, threshold)
-        if (threshold := model.audit_threshold)
-        else None,
+        auditor=LoadAuditor(kv, samples, threshold) if threshold else None,
         reporter=reporter,
         sessions=sessions,
     )
@@ -217,22 +208,41 @@ def _assemble_on_torch_thread(
     )
 
 
-def _drafts(config: EngineConfig) -> bool:
-    """Whether --speculative names a draft model."""
-    return config.speculative.startswith("draft:")
+def _guarded_drafter(
+    config: EngineConfig, drafter_class: type | None, model: _Model, torch_thread: Executor
+) -> GuardedDrafter | None:
+    vocab_size = model.loaded.info.vocab_size
+    if model.drafter is not None:
+        return GuardedDrafter(model.drafter, vocab_size=vocab_size, post=torch_thread.submit)
+    if drafter_class is None:
+        return None
+    drafter = build_drafter(
+        config.speculative,
+        drafter_class,
+        vocab_size=vocab_size,
+        max_tokens=config.speculative_tokens,
+    )
+    # Somebody else's may take its time; ours costs less than handing the call to a thread.
+    thread = None if config.speculative == NGRAM else DrafterThread()
+    return GuardedDrafter(drafter, vocab_size=vocab_size, thread=thread)
+
+
+def _speculation(config: EngineConfig, drafter: GuardedDrafter | None) -> Speculation | None:
+    if drafter is None:
+        return None
+    depth = DraftDepth(config.speculative_tokens, adaptive=config.speculative_depth == "auto")
+    return Speculation(drafter, depth, config.speculative_tokens)
 
 
 def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     import torch  # the heaviest import; it belongs to this thread like everything torch does
 
     from engine import attention
-    from engine.audit_threshold import calibrate
     from engine.draft_loading import build_model_drafter, divide_kv_memory, load_draft_model
     from engine.kernels import load_kernels
     from engine.kv_cache import KVCache
     from engine.model_loader import load_model
     from engine.model_runner import ModelRunner
-    from engine.self_test import check_model
 
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     attention.register()
@@ -248,7 +258,7 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
         dtype=info.dtype,
     )
     kv_memory, draft_memory, draft = config.kv_memory, None, None
-    if _drafts(config):
+    if draft_model_of(config.speculative) is not None:
         draft = load_draft_model(config, config.speculative, loaded, progress)
         if kv_memory is not None:
             token_bytes = len(groups) * layout.token_bytes
@@ -257,14 +267,9 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     device = next(loaded.model.parameters()).device
     cache = KVCache(num_blocks, layout, device)
     runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)
-    progress("self-test", 0.0)
-    check_model(loaded, runner, config.block_size, num_blocks)
     drafter = None
     if draft is not None:
         drafter = build_model_drafter(config, draft, info, kernels, draft_memory, progress)
-    threshold = None
-    if config.verify_loads:
-        threshold = calibrate(runner, info, config.block_size, num_blocks)
     fingerprint = kv_fingerprint(
         info.fingerprint,
         kv_dtype=info.dtype,
@@ -272,9 +277,38 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
         block_size=config.block_size,
         format_version=KV_FORMAT_VERSION,
     )
-    return _Model(
-        loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint, threshold, drafter
-    )
+    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint, drafter)
+
+
+def _test_and_open_tiers(
+    model: _Model, config: EngineConfig, progress: ProgressFn
+) -> tuple[float | None, list[Tier]]:
+    """The threshold of audits (None: loads are not audited), and the tiers.
+
+    A disk tier of many blocks takes seconds to look through, so it is while the model is tested.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="tiers") as thread:
+        opening = thread.submit(_open_tiers, config, model.fingerprint, model.block_bytes)
+        try:
+            threshold = _test(model, config, progress)
+        except BaseException:
+            with suppress(StartupError):
+                for tier in opening.result():
+                    tier.close()
+            raise
+        progress("opening KV tiers", 0.0)
+        return threshold, opening.result()
+
+
+def _test(model: _Model, config: EngineConfig, progress: ProgressFn) -> float | None:
+    from engine.audit_threshold import calibrate
+    from engine.self_test import check_model
+
+    progress("self-test", 0.0)
+    check_model(model.loaded, model.runner, config.block_size, model.num_blocks)
+    if not config.verify_loads:
+        return None
+    return calibrate(model.runner, model.loaded.info, config.block_size, model.num_blocks)
 
 
 def _num_blocks(

@@ -184,12 +184,13 @@ class AsyncEngine:
             seed=self._seed(params),
             root_hash=self.space(cache_salt),
             arrival_order=self._num_arrivals,
+            salt=cache_salt,
             priority=priority,
             times=RequestTimes(arrival=time.monotonic()),
         )
         stream = RequestStream(request, self.abort)
         self._salts.note(cache_salt)
-        self._enqueue(request, stream, cache_salt, prompt_cache_key)
+        self._enqueue(request, stream, prompt_cache_key)
         return stream
 
     def space(self, cache_salt: str | None) -> BlockHash:
@@ -210,9 +211,7 @@ class AsyncEngine:
         if self._accepting and self.healthy and not self.config.offload_prompt_only:
             self._idle_prefill.put(source, self.space(cache_salt), prompt_cache_key)
 
-    def _enqueue(
-        self, request: Request, stream: RequestStream, salt: str | None, cache_key: str | None
-    ) -> None:
+    def _enqueue(self, request: Request, stream: RequestStream, cache_key: str | None) -> None:
         self._known_ids.add(request.request_id)
 
         def emit(output: RequestOutput) -> None:
@@ -225,7 +224,7 @@ class AsyncEngine:
             request.params.stop,
             request.params.min_tokens,
         )
-        self._arrivals.append(LiveRequest(request, detokenizer, emit, salt, cache_key))
+        self._arrivals.append(LiveRequest(request, detokenizer, emit, cache_key))
         self._wake.set()
 
     def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:

@@ -80,7 +80,7 @@ def _noise(runner: ModelRunner, vocab_size: int, length: int, block_size: int) -
         for group in runner.groups
         for blocks in zip(tables(1)[group.index], tables(0)[group.index], strict=True)
     ]
-    neighbour = SequenceInput(token_ids[::-1][: num_tokens - 1], 0, tables(2), ())
+    neighbour = SequenceInput(token_ids[::-1][: num_tokens - 1], 0, tables(2))
     third = -(-num_tokens // 3)
     single = [1] * min(NUM_SINGLE_ROWS, num_tokens - 1)
     shapes: list[tuple[list[int], list[SequenceInput]]] = [
@@ -107,7 +107,7 @@ def _run(
     for size in chunks:
         rows = token_ids[start : start + size]
         if rows:
-            own = SequenceInput(rows, start, tables, ())
+            own = SequenceInput(rows, start, tables)
             start += len(rows)
             is_last = start == len(token_ids)
             output = runner.audit(AuditInput([*beside, own], pairs if is_last else ()))

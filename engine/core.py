@@ -1,4 +1,4 @@
-"""One step: gather, propose, schedule, run, verify, commit, save, emit.
+"""One step: gather, draft, schedule, run, verify, commit, save, emit.
 
 The synchronous heart of the engine, driven by `AsyncEngine`'s loop, the one task that changes
 scheduler, block pool, KV manager and offload index. It awaits exactly two things: the drafter and
@@ -17,20 +17,18 @@ from dataclasses import asdict, dataclass
 from engine.audit_report import AuditReporter
 from engine.block_hash import chain_hashes
 from engine.detokenizer import Detokenizer
-from engine.drafter import DraftContext, GuardedDrafter
 from engine.kv_cache_manager import KVCacheManager
 from engine.load_audit import LoadAuditor
 from engine.load_policy import LoadChooser
 from engine.model_runner import ModelRunner
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
 from engine.request import Request, committed_len
-from engine.sampler import Sampled, SampleRow, Unsampled
+from engine.sampler import DrawRun, Sampled, SampleRow, Unsampled
 from engine.scheduler import ScheduledRequest, Scheduler
 from engine.sessions import Sessions
+from engine.speculation import Speculation
 from engine.stats import EngineStats
 from engine.step import PromptLogprobRows, SequenceInput, StepInput, StepOutput
-from engine.token_view import TokenView
-from engine.verification import accept
 from offload.manager import OffloadManager
 from offload.tier import BlockHash
 from offload.transfers import Transfers
@@ -48,7 +46,6 @@ class LiveRequest:
     request: Request
     detokenizer: Detokenizer
     emit: Callable[[RequestOutput], None]
-    salt: str | None
     cache_key: str | None = None  # names its conversation, within the salt
     prompt_logprobs_sent: bool = False
 
@@ -65,8 +62,7 @@ class EngineCore:
         runner: ModelRunner,
         torch_thread: Executor,
         chooser: LoadChooser,
-        drafter: GuardedDrafter | None,
-        max_draft_tokens: int,
+        speculation: Speculation | None,
         load_deadline: float,
         sessions: Sessions,
         auditor: LoadAuditor | None = None,
@@ -78,8 +74,7 @@ class EngineCore:
         self._runner = runner
         self._torch_thread = torch_thread
         self._chooser = chooser
-        self._drafter = drafter
-        self._max_draft_tokens = max_draft_tokens
+        self._speculation = speculation
         self._load_deadline = load_deadline
         self.auditor = auditor
         self._reporter = reporter
@@ -87,7 +82,7 @@ class EngineCore:
         self._live: dict[str, LiveRequest] = {}
         self._num_failed_steps = 0
         self._has_tiers = bool(offload.stats())
-        self.counters = EngineStats(spec_accepted_per_pos=[0] * max_draft_tokens)
+        self.counters = EngineStats()
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -132,7 +127,9 @@ class EngineCore:
         """One round. False if there was nothing to copy and nothing to compute."""
         self._expire_loads()
         transfers = self._gather_transfers()
-        await self._propose_drafts()
+        if self._speculation is not None:
+            prompts_rows = self.scheduler.num_prompt_rows_ahead()
+            await self._speculation.propose(self.scheduler.running, prompts_rows)
         plan = self.scheduler.schedule()
         self._note_scheduled()
         if not plan and not transfers.copies_out and not transfers.copies_in:
@@ -179,34 +176,6 @@ class EngineCore:
                 )
                 self.scheduler.load_late(request)
 
-    async def _propose_drafts(self) -> None:
-        if self._drafter is None:
-            return
-        requests, contexts = [], []
-        for request in self.scheduler.running:
-            # The pass yields one token beyond the drafts.
-            room = request.max_tokens - request.num_output_tokens - 1
-            max_tokens = min(self._max_draft_tokens, room)
-            if request.is_decoding and max_tokens > 0:
-                requests.append(request)
-                salt = self._live[request.request_id].salt
-                contexts.append(
-                    DraftContext(
-                        request_id=request.request_id,
-                        token_ids=TokenView(request.token_ids),
-                        max_tokens=max_tokens,
-                        salt=salt,
-                        num_prompt_tokens=request.num_prompt_tokens,
-                        params=request.params,
-                        seed=request.seed,
-                    )
-                )
-        if not contexts:
-            return
-        proposals = await self._drafter.propose(contexts)
-        for request, drafts in zip(requests, proposals, strict=True):
-            request.draft_token_ids = list(drafts)
-
     def _note_scheduled(self) -> None:
         now = time.monotonic()
         for request in self.scheduler.running:
@@ -245,28 +214,25 @@ class EngineCore:
             token_ids=token_ids,
             start=start,
             block_tables=[table[: self.kv.num_blocks_for(end)] for table in request.block_tables],
-            sample_rows=self._sample_rows(scheduled),
+            run=self._draw_run(scheduled),
             prompt_logprobs=self._prompt_logprob_rows(request, start, num_known),
         )
 
     @staticmethod
-    def _sample_rows(scheduled: ScheduledRequest) -> list[SampleRow]:
+    def _draw_run(scheduled: ScheduledRequest) -> DrawRun | None:
         """The row of the last known token and of each draft draws the token after it."""
-        request, drafts = scheduled.request, scheduled.draft_token_ids
+        request = scheduled.request
         if not scheduled.reaches_end or request.max_tokens == 0:
-            return []
-        output = request.token_ids[request.num_prompt_tokens :]
-        return [
-            SampleRow(
-                params=request.params,
-                seed=request.seed,
-                position=request.num_tokens + num_drafts,
-                prompt_token_ids=request.prompt_token_ids,
-                output_token_ids=output + drafts[:num_drafts],
-                stop_ids=request.stop_ids,
-            )
-            for num_drafts in range(len(drafts) + 1)
-        ]
+            return None
+        row = SampleRow(
+            params=request.params,
+            seed=request.seed,
+            position=request.num_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.token_ids[request.num_prompt_tokens :],
+            stop_ids=request.stop_ids,
+        )
+        return DrawRun(row, scheduled.draft_token_ids)
 
     @staticmethod
     def _prompt_logprob_rows(
@@ -294,6 +260,9 @@ class EngineCore:
         self._num_failed_steps = 0
         num_prompt_rows = sum(s.num_rows for s in plan if not s.request.is_decoding)
         self._chooser.observe_pass(num_prompt_rows, output.seconds)
+        if self._speculation is not None and not num_prompt_rows:
+            num_rows = sum(scheduled.num_rows for scheduled in plan)
+            self._speculation.observe_pass(num_rows, output.seconds)
         for scheduled, draws, prompt in zip(
             plan, output.draws, output.prompt_logprobs, strict=True
         ):
@@ -324,25 +293,26 @@ class EngineCore:
         """
         request, drafts = scheduled.request, scheduled.draft_token_ids
         live = self._live[request.request_id]
-        tokens = [draw.token_id if isinstance(draw, Sampled) else None for draw in draws]
-        num_accepted = accept(drafts, tokens) if drafts else 0
-        kept = [draw for draw in draws[: num_accepted + 1] if isinstance(draw, Sampled)]
-        broken = next((d for d in draws[: num_accepted + 1] if isinstance(d, Unsampled)), None)
+        num_accepted = max(0, len(draws) - 1)
+        kept = [draw for draw in draws if isinstance(draw, Sampled)]
+        broken = next((draw for draw in draws if isinstance(draw, Unsampled)), None)
         if broken is not None:  # logits that are no numbers: what the pass wrote proves nothing
             self._finish(live, FinishReason.ERROR, error=broken.error)
             return
         request.prompt_logprobs.extend(prompt_logprobs)
         request.num_computed_tokens += scheduled.num_rows - len(drafts) + num_accepted
-        self._count_drafts(drafts, num_accepted)
         if kept:
-            self._append(live, kept)
+            self._append(live, kept, len(drafts))
         elif request.num_uncomputed_tokens == 0:
             self._finish(live, FinishReason.LENGTH)  # max_tokens 0: prefill was all
         else:
             self.kv.commit(request)
 
-    def _append(self, live: LiveRequest, draws: list[Sampled]) -> None:
-        """Append until something ends the generation; what the run had beyond it is dropped."""
+    def _append(self, live: LiveRequest, draws: list[Sampled], num_drafts: int) -> None:
+        """Append until something ends the generation; what the run had beyond it is dropped.
+
+        All `draws` but the last are accepted drafts, of `num_drafts`.
+        """
         request = live.request
         if request.times.first_token is None:
             request.times.first_token = time.monotonic()
@@ -361,6 +331,10 @@ class EngineCore:
             if reason is not None:
                 break
         self.counters.generation_tokens += len(new_ids)
+        if self._speculation is not None:
+            num_accepted = len(draws) - 1
+            num_kept = min(num_accepted, len(new_ids))
+            self._speculation.observe(request, num_drafts, num_accepted, num_kept)
         kept = logprobs if request.params.logprobs is not None else None
         if reason is not None:
             self._finish(live, reason, new_ids, kept, text, stop_reason)
@@ -382,15 +356,6 @@ class EngineCore:
         if request.num_output_tokens >= request.max_tokens:
             return text + live.detokenizer.flush(), FinishReason.LENGTH, None
         return text, None, None
-
-    def _count_drafts(self, drafts: list[int], num_accepted: int) -> None:
-        if not drafts:
-            return
-        self.counters.spec_num_drafts += 1
-        self.counters.spec_num_draft_tokens += len(drafts)
-        self.counters.spec_num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self.counters.spec_accepted_per_pos[position] += 1
 
     # --- conversations ----------------------------------------------------------------------
 
@@ -439,8 +404,8 @@ class EngineCore:
         self.scheduler.finish(request)
         self._end_turn(live, num_committed)
         del self._live[request.request_id]
-        if self._drafter is not None:
-            self._drafter.finish(request.request_id)
+        if self._speculation is not None:
+            self._speculation.finish(request)
         request.finish_reason = reason
         request.times.finished = time.monotonic()
         if not request.is_background:
@@ -491,6 +456,8 @@ class EngineCore:
             cached=request.cached,
             recomputed_by_choice=request.recomputed_by_choice,
             times=request.times,
+            num_accepted_drafts=request.num_accepted_drafts,
+            num_rejected_drafts=request.num_rejected_drafts,
         )
 
     # --- sight ------------------------------------------------------------------------------
@@ -498,7 +465,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """A snapshot; lists and dicts are copies."""
         pool, counters = self.kv.pool, self.counters
-        return EngineStats(
+        stats = EngineStats(
             num_running=sum(not r.is_background for r in self.scheduler.running),
             num_waiting=len(self.scheduler.waiting)
             + sum(not r.is_background for r in self.scheduler.loading),
@@ -516,13 +483,6 @@ class EngineCore:
             recomputed_by_choice=counters.recomputed_by_choice,
             prefill_seconds_saved=counters.prefill_seconds_saved,
             hit_tokens=dict(counters.hit_tokens),
-            spec_num_drafts=counters.spec_num_drafts,
-            spec_num_draft_tokens=counters.spec_num_draft_tokens,
-            spec_num_accepted_tokens=counters.spec_num_accepted_tokens,
-            spec_accepted_per_pos=list(counters.spec_accepted_per_pos),
-            drafter_failures={str(k): n for k, n in self._drafter.failures.items()}
-            if self._drafter
-            else {},
             idle_prefills=counters.idle_prefills,
             idle_prefill_tokens=counters.idle_prefill_tokens,
             failed_steps=counters.failed_steps,
@@ -530,6 +490,9 @@ class EngineCore:
             load_audits=asdict(self.auditor.counts()) if self.auditor else {},
             tiers=self.offload.stats(),
         )
+        if self._speculation is not None:
+            self._speculation.report(stats)
+        return stats
 
     def check(self) -> None:
         """Conservation laws, raising AssertionError; cheap enough for every test step."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from engine.block_hash import kv_fingerprint
 from engine.config import EngineConfig
 from engine.draft_model import ModelDrafter
+from engine.drafter_loader import draft_model_of
 from engine.errors import StartupError
 from engine.kernels import Kernels
 from engine.kv_cache import KVCache
@@ -27,7 +28,6 @@ from engine.self_test import check_model
 from engine.tokenizer import Tokenizer
 from offload.manager import OffloadManager
 
-PREFIX = "draft:"
 KV_FORMAT_VERSION = 1  # of KV that never leaves the process
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,8 @@ def load_draft_model(
     It serves as far as its own positions reach. Raises StartupError in one line: no such model,
     none that pages can hold, or another vocabulary.
     """
-    model = spec.removeprefix(PREFIX)
-    if not model:
-        raise StartupError(f"--speculative {spec} names no model; give {PREFIX}MODEL, or 'off'")
+    model = draft_model_of(spec)
+    assert model is not None
     own = dataclasses.replace(config, model=model, max_model_len=target.info.max_model_len)
     try:
         loaded = load_model(own, _named(progress), clip_len=True)

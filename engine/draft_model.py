@@ -17,7 +17,7 @@ from engine.block_hash import root_hash
 from engine.drafter import DraftContext
 from engine.kv_cache_manager import KVCacheManager
 from engine.request import Request
-from engine.sampler import Sampled, SampleRow
+from engine.sampler import DrawRun, Sampled, SampleRow
 from engine.scheduler import MIXED_PREFILL_SHARE
 from engine.step import SequenceInput, StepInput
 
@@ -286,7 +286,7 @@ class ModelDrafter:
             token_ids=request.token_ids[start:end],
             start=start,
             block_tables=self._tables(request, end),
-            sample_rows=[run.draws_next()] if end == request.num_tokens else [],
+            run=DrawRun(run.draws_next()) if end == request.num_tokens else None,
         )
 
     def _can_guess(self, run: _Run) -> bool:
@@ -309,7 +309,7 @@ class ModelDrafter:
                 token_ids=run.drafts[-1:],
                 start=start,
                 block_tables=self._tables(run.request, start + 1),
-                sample_rows=[run.draws_next()],
+                run=DrawRun(run.draws_next()),
             )
             planned.append((run, rows))
         self._compute(planned)

@@ -132,7 +132,7 @@ class IdlePrefill:
                 self._wake()
 
         nobody_reads = Detokenizer(TokenStream(), (), 0)
-        self._core.add(LiveRequest(request, nobody_reads, emit, None, cache_key))
+        self._core.add(LiveRequest(request, nobody_reads, emit, cache_key))
         return True
 
     def _next(self) -> bool:

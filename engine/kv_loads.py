@@ -30,7 +30,8 @@ class KVLoad:
     tier: str
     copying: bool = False  # handed out: the destination is being written
     publish: bool = True  # False after a cache reset: the bytes serve their waiters alone
-    origin: tuple[Request, int] | None = None  # who asked first, for which of its blocks
+    # Who asked first, for which of its blocks; for a prefetch nobody, with tokens of the chain.
+    origin: tuple[Request, int] | None = None
     wanted: bool = False  # a prefetch: it goes on though nobody waits for it
     waiters: list[Request] = field(default_factory=list)
 
@@ -73,11 +74,18 @@ class KVLoads:
         load.origin = load.origin or (request, index)
         request.pending_loads[load.ticket] = index
 
-    def prefetch(self, key: BlockKey, meta: BlockMeta, block_id: int, tier: str) -> int:
+    def prefetch(
+        self,
+        key: BlockKey,
+        meta: BlockMeta,
+        block_id: int,
+        tier: str,
+        origin: tuple[Request, int] | None = None,
+    ) -> int:
         """Load a block ahead of any request; the ticket. The reference that `block_id` has is the
-        load's own from now on."""
+        load's own from now on. Without an `origin` it cannot be drawn for an audit."""
         ticket = self._offload.load(key, block_id, tier)
-        load = KVLoad(ticket, key, meta, block_id, tier, wanted=True)
+        load = KVLoad(ticket, key, meta, block_id, tier, origin=origin, wanted=True)
         self._by_key[key] = self._by_ticket[ticket] = load
         return ticket
 

@@ -23,7 +23,6 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.load_samples import MAX_WAITING, LoadSample, LoadSamples
 from engine.prefix_match import DEVICE
 from engine.request import Request
-from engine.sampling_params import SamplingParams
 from engine.step import AuditInput, AuditOutput, BlockPair, Comparison, SequenceInput
 from offload.tier import BlockKey
 
@@ -119,9 +118,7 @@ class LoadAuditor:
             for s in audit.samples
             if end == request.num_tokens
         ]
-        return AuditInput(
-            [SequenceInput(request.token_ids[start:end], start, tables, sample_rows=())], pairs
-        )
+        return AuditInput([SequenceInput(request.token_ids[start:end], start, tables)], pairs)
 
     def _begin(self, samples: list[LoadSample]) -> None:
         """Reference what is to be compared and borrow what computing it reads."""
@@ -240,13 +237,4 @@ class LoadAuditor:
 
 
 def _private_request(sample: LoadSample, num_tokens: int) -> Request:
-    return Request(
-        request_id="audit",
-        prompt_token_ids=list(sample.token_ids[:num_tokens]),
-        params=SamplingParams(max_tokens=0),
-        max_tokens=0,
-        stop_ids=frozenset(),
-        seed=0,
-        root_hash=sample.root_hash,
-        arrival_order=0,
-    )
+    return Request.of_nobody("audit", list(sample.token_ids[:num_tokens]), sample.root_hash)

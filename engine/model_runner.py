@@ -22,7 +22,7 @@ from engine.kv_cache import KVCache
 from engine.kv_groups import KVGroup
 from engine.outputs import TokenLogprobs
 from engine.paged_batch import GroupedBatch, PagedBatch
-from engine.sampler import Sampled, Unsampled, prompt_logprobs, sample
+from engine.sampler import Sampled, Unsampled, on_host, prompt_logprobs, sample_run
 from engine.slot_error import compare
 from engine.step import AuditInput, AuditOutput, SequenceInput, StepInput, StepOutput
 from offload.transfers import CopyIn, CopyOut
@@ -36,7 +36,7 @@ class PackedInput:
     position_ids: Tensor  # int64 [1, T]
     logit_rows: Tensor  # int64 [L], ascending
     batch: GroupedBatch
-    sampled_rows: Tensor  # int64, which of the L rows draw a token
+    run_slices: Sequence[slice]  # per sequence, which of the L rows draw tokens
     prompt_slices: Sequence[slice]  # per sequence, which of the L rows predict its prompt
     witnesses: Mapping[int, int]  # sequences that draw nothing -> the L row of their last token
 
@@ -101,16 +101,13 @@ class ModelRunner:
     def _forward(self, sequences: Sequence[SequenceInput]) -> StepOutput:
         packed = self.pack(sequences)
         logits = self.logits(packed)
-        rows = [row for sequence in sequences for row in sequence.sample_rows]
-        sampled = sample(logits[packed.sampled_rows], rows) if rows else []
+        host = on_host(logits)
         draws: list[list[Sampled | Unsampled]] = []
         prompt: list[list[TokenLogprobs]] = []
-        taken = 0
         poisoned = _poisoned(logits, packed.witnesses)
-        pairs = zip(sequences, packed.prompt_slices, strict=True)
-        for index, (sequence, where) in enumerate(pairs):
-            own = sampled[taken : taken + len(sequence.sample_rows)]
-            taken += len(own)
+        slices = zip(packed.run_slices, packed.prompt_slices, strict=True)
+        for index, (sequence, (drawn, where)) in enumerate(zip(sequences, slices, strict=True)):
+            own = [] if sequence.run is None else sample_run(host[drawn], sequence.run)
             if index in poisoned:
                 own = [Unsampled("the model's logits are not finite")]
             wanted, known = sequence.prompt_logprobs, []
@@ -169,14 +166,14 @@ class ModelRunner:
             )
             for group in self.groups
         ]
-        logit_rows, sampled_rows, prompt_slices, witnesses = _logit_rows(sequences, query_start)
+        logit_rows, run_slices, prompt_slices, witnesses = _logit_rows(sequences, query_start)
         tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences])
         return PackedInput(
             input_ids=self._tensor(tokens)[None],
             position_ids=self._tensor(positions)[None],
             logit_rows=self._tensor(logit_rows),
             batch=GroupedBatch(batches, self._places),
-            sampled_rows=self._tensor(sampled_rows),
+            run_slices=run_slices,
             prompt_slices=prompt_slices,
             witnesses=witnesses,
         )
@@ -213,14 +210,14 @@ def _tables(sequences: Sequence[SequenceInput], group: KVGroup) -> np.ndarray:
 
 def _logit_rows(
     sequences: Sequence[SequenceInput], query_start: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, list[slice], dict[int, int]]:
-    """Which packed rows need logits: of each sequence first the prompt's, then the sampled ones.
+) -> tuple[np.ndarray, list[slice], list[slice], dict[int, int]]:
+    """Which packed rows need logits: of each sequence first the prompt's, then those that draw.
 
     A sequence that draws nothing, a prompt's chunk, gets one for its last row all the same: it has
     read all KV of the chunk, so a NaN shows there before any block is committed.
     """
     rows: list[int] = []
-    sampled: list[int] = []
+    run_slices: list[slice] = []
     prompt_slices: list[slice] = []
     witnesses: dict[int, int] = {}
     for index, sequence in enumerate(sequences):
@@ -230,13 +227,13 @@ def _logit_rows(
         if wanted:
             rows.extend(range(begin, begin + len(wanted.next_ids)))
         prompt_slices.append(slice(first, len(rows)))
-        sampled.extend(range(len(rows), len(rows) + len(sequence.sample_rows)))
-        rows.extend(range(end - len(sequence.sample_rows), end))
-        if not sequence.sample_rows:
+        num_drawing = sequence.run.num_rows if sequence.run else 0
+        run_slices.append(slice(len(rows), len(rows) + num_drawing))
+        rows.extend(range(end - num_drawing, end))
+        if not num_drawing:
             witnesses[index] = len(rows)
             rows.append(end - 1)
-    sampled_rows = np.array(sampled, dtype=np.int64)
-    return np.array(rows, dtype=np.int64), sampled_rows, prompt_slices, witnesses
+    return np.array(rows, dtype=np.int64), run_slices, prompt_slices, witnesses
 
 
 def _poisoned(logits: Tensor, witnesses: Mapping[int, int]) -> set[int]:

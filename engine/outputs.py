@@ -80,3 +80,5 @@ class RequestOutput:
     cached: CachedTokens
     recomputed_by_choice: int
     times: RequestTimes = field(repr=False)
+    num_accepted_drafts: int = 0  # output tokens that a drafter had guessed
+    num_rejected_drafts: int = 0  # guesses that are not in the output

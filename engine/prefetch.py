@@ -14,9 +14,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from engine.block_hash import block_hash
 from engine.prefix_match import DEVICE
+from engine.request import Request
 from engine.scheduler import Scheduler
-from offload.tier import BlockKey, BlockMeta
+from offload.tier import BlockHash, BlockKey, BlockMeta
 
 MAX_IN_FLIGHT = 16
 # Of the device blocks that nobody references, and of a memory tier's: the rest keeps what it has.
@@ -57,6 +59,7 @@ class Prefetcher:
         num_room = self._device_room()
         num_memory = int(kv.offload.memory_blocks * MAX_SHARE)
         in_flight: set[int] = set()
+        origins = _origins(blocks)
         try:
             for key, meta in blocks:
                 source = kv.nearest(key)
@@ -64,7 +67,7 @@ class Prefetcher:
                     continue
                 room = min(num_room, self._device_room())  # requests have grown meanwhile
                 if room > 0 and not self._scheduler.waiting:
-                    ticket = self._to_device(key, meta)
+                    ticket = self._to_device(key, meta, origins.get(key.block_hash))
                     num_room -= 1
                 else:
                     num_room = 0  # a prefix is worth what is there without a gap
@@ -87,12 +90,14 @@ class Prefetcher:
         spare = self._kv.pool.num_available - growth
         return max(0, int(spare * MAX_SHARE))
 
-    def _to_device(self, key: BlockKey, meta: BlockMeta) -> int | None:
+    def _to_device(
+        self, key: BlockKey, meta: BlockMeta, origin: tuple[Request, int] | None
+    ) -> int | None:
         kv = self._kv
         tier = kv.offload.lookup(key)
         if tier is None or kv.loads.find(key) is not None or not kv.pool.num_available:
             return None
-        ticket = kv.loads.prefetch(key, meta, kv.pool.allocate(), tier)
+        ticket = kv.loads.prefetch(key, meta, kv.pool.allocate(), tier, origin)
         kv.offload.start_loads()
         return ticket
 
@@ -135,6 +140,31 @@ class Prefetcher:
             if block_id is not None:
                 pool.reference(block_id)
                 pool.release(block_id)
+
+
+def _origins(
+    blocks: Sequence[tuple[BlockKey, BlockMeta]],
+) -> dict[BlockHash, tuple[Request, int]]:
+    """What computing the blocks anew takes: one request of nobody with the tokens of the chain, and
+    where in it each block lies. Only as far as their metas make one chain: behind a gap, and behind
+    tokens that are not those of the hash, nobody could say what to compute."""
+    parent: BlockHash | None = None
+    root: BlockHash | None = None
+    token_ids: list[int] = []
+    found: list[BlockHash] = []
+    for key, meta in blocks:
+        if key.block_hash == parent:
+            continue  # the same block of another group
+        root = root or meta.root_hash
+        if block_hash(parent or root, meta.token_ids) != key.block_hash:
+            break
+        parent = key.block_hash
+        token_ids += meta.token_ids
+        found.append(parent)
+    if root is None:
+        return {}
+    request = Request.of_nobody("prefetch", token_ids, root)
+    return {value: (request, index) for index, value in enumerate(found)}
 
 
 def _is_nearer(before: str | None, after: str | None) -> bool:

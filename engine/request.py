@@ -37,6 +37,7 @@ class Request:
     seed: int
     root_hash: BlockHash
     arrival_order: int
+    salt: str | None = None  # in `root_hash` already; the drafter keeps by it what it learns
     priority: int = 0
     is_background: bool = False  # nobody asked for it: small steps, and in no user's figures
     times: RequestTimes = field(default_factory=lambda: RequestTimes(arrival=0.0))
@@ -66,12 +67,28 @@ class Request:
     cached: CachedTokens = field(default_factory=CachedTokens)
     recomputed_by_choice: int = 0
     num_preemptions: int = 0
+    num_accepted_drafts: int = 0  # tokens of its output that a drafter had guessed
+    num_rejected_drafts: int = 0  # guesses that are not in its output
 
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+
+    @classmethod
+    def of_nobody(cls, request_id: str, token_ids: Sequence[int], root_hash: BlockHash) -> Request:
+        """Tokens and whose space they are in, for what works on requests; never scheduled."""
+        return cls(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=SamplingParams(max_tokens=0),
+            max_tokens=0,
+            stop_ids=frozenset(),
+            seed=0,
+            root_hash=root_hash,
+            arrival_order=0,
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

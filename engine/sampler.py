@@ -8,7 +8,7 @@ The distribution is described in `engine.distribution`, the noise in `engine.noi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from engine.distribution import (
 from engine.noise import uniform
 from engine.outputs import Logprob, TokenLogprobs
 from engine.sampling_params import SamplingParams
+from engine.token_view import TokenView
+from engine.verification import verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class SampleRow:
     seed: int  # modulo 2**64
     position: int  # absolute index of the token being drawn
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]  # all before `position`, the drafts of this run included
+    output_token_ids: Sequence[int]  # all before `position`, accepted drafts included
     stop_ids: frozenset[int]  # cannot be drawn while there are fewer than min_tokens outputs
 
 
@@ -55,6 +57,23 @@ class Unsampled:
 
     error: str
 
+    @property
+    def token_id(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRun:
+    """Where the target draws: after the last known token, described by `row`, and after each of
+    the drafts that follow it, as long as the ones before are accepted."""
+
+    row: SampleRow
+    draft_token_ids: Sequence[int] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.draft_token_ids) + 1
+
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Unsampled]:
     """One result for each row of `logits` [rows, vocab], which are left as they are.
@@ -64,7 +83,33 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | Unsample
     """
     if logits.ndim != 2 or len(rows) != logits.shape[0]:
         raise ValueError(f"{len(rows)} rows do not describe logits of shape {list(logits.shape)}")
-    return [_sample_row(values, row) for values, row in zip(_on_host(logits), rows, strict=True)]
+    return [_sample_row(values, row) for values, row in zip(on_host(logits), rows, strict=True)]
+
+
+def sample_run(logits: FloatRow, run: DrawRun) -> list[Sampled | Unsampled]:
+    """The draws that stand of `run`, whose rows have `logits` [num_rows, vocab].
+
+    Each row sees what it would have seen without drafts: the accepted ones before it are its
+    output so far. Rows behind the first draft that is not accepted are not looked at. Raises
+    ValueError if there are not as many rows as the run has.
+    """
+    if len(logits) != run.num_rows:
+        raise ValueError(f"{len(logits)} rows of logits for a run of {run.num_rows}")
+    first, drafts = run.row, run.draft_token_ids
+    if not drafts:
+        return [_sample_row(logits[0], first)]
+    num_known = len(first.output_token_ids)
+    outputs = [*first.output_token_ids, *drafts]
+
+    def draw(num_accepted: int) -> Sampled | Unsampled:
+        row = replace(
+            first,
+            position=first.position + num_accepted,
+            output_token_ids=TokenView(outputs, num_known + num_accepted),
+        )
+        return _sample_row(logits[num_accepted], row)
+
+    return verify(drafts, draw)
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -74,11 +119,12 @@ def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], num_top: int) -> li
     """
     if logits.ndim != 2 or len(next_ids) != logits.shape[0]:
         raise ValueError(f"{len(next_ids)} ids do not fit logits of shape {list(logits.shape)}")
-    pairs = zip(_on_host(logits), next_ids, strict=True)
+    pairs = zip(on_host(logits), next_ids, strict=True)
     return [_token_logprobs(values, token_id, num_top) for values, token_id in pairs]
 
 
-def _on_host(logits: Tensor) -> FloatRow:
+def on_host(logits: Tensor) -> FloatRow:
+    """float32 on the CPU, shape as it is."""
     host: FloatRow = logits.detach().to("cpu", torch.float32).numpy()
     return host
 

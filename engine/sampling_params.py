@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from engine.errors import InvalidRequestError
 
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # signed or unsigned, as clients draw them
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 
@@ -62,8 +63,8 @@ class SamplingParams:
             raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", "stop")
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not hold an empty string", "stop")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise InvalidRequestError("seed must fit in 64 bits", "seed")
+        if self.seed is not None and not MIN_SEED <= self.seed <= MAX_SEED:
+            raise InvalidRequestError(f"seed must be from {MIN_SEED} to {MAX_SEED}", "seed")
         for token_id, bias in self.logit_bias.items():
             if token_id < 0 or not -100.0 <= bias <= 100.0:
                 raise InvalidRequestError(

@@ -183,6 +183,12 @@ class Scheduler:
 
     # --- one step ---------------------------------------------------------------------------
 
+    def num_prompt_rows_ahead(self) -> int:
+        """About how many rows the next step gives to prompts beside answers that are streaming."""
+        known = sum(self._num_wanted(r) for r in self.running if not r.is_decoding)
+        queued = self.waiting and self.num_active < self.limits.max_num_seqs
+        return self._mixed_prefill_rows if queued else min(known, self._mixed_prefill_rows)
+
     def schedule(self) -> list[ScheduledRequest]:
         """Rows for the next pass: decodes first, then admissions, then prompt chunks."""
         self._take_what_came()

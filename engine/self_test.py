@@ -67,7 +67,7 @@ def _paged_logits(runner: ModelRunner, token_ids: list[int], block_size: int) ->
         chunk = token_ids[start : start + size]
         if not chunk:
             break
-        packed = runner.pack([SequenceInput(chunk, start, tables, sample_rows=())])
+        packed = runner.pack([SequenceInput(chunk, start, tables)])
         every_row = torch.arange(len(chunk), device=packed.input_ids.device)
         collected.append(runner.logits(runner.with_logit_rows(packed, every_row)))
         start += size

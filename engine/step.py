@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.outputs import TokenLogprobs
-from engine.sampler import Sampled, SampleRow, Unsampled
+from engine.sampler import DrawRun, Sampled, Unsampled
 from offload.transfers import CopyIn, CopyOut
 
 
@@ -20,12 +20,16 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class SequenceInput:
-    """Rows of one sequence: `token_ids` stand at positions [start, start + len(token_ids))."""
+    """Rows of one sequence: `token_ids` stand at positions [start, start + len(token_ids)).
+
+    |---- known tokens ----|-- drafts --|
+                          |-- of run ---|   the rows that draw: the last known one and the drafts
+    """
 
     token_ids: Sequence[int]
     start: int
     block_tables: Sequence[Sequence[int]]  # per KV group, up to the last row; -1 slid out
-    sample_rows: Sequence[SampleRow]  # for the trailing rows, one each; may be empty
+    run: DrawRun | None = None  # None: it draws nothing
     prompt_logprobs: PromptLogprobRows | None = None
 
 
@@ -40,7 +44,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`draws[i]` are the target's own tokens for sequence i's sample rows."""
+    """`draws[i]` are the target's own tokens of sequence i's run, those that stand."""
 
     draws: Sequence[Sequence[Sampled | Unsampled]] = ()
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()

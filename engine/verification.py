@@ -7,26 +7,40 @@
     bonus     the draw right after the last accepted draft; it rests on accepted tokens alone, so
               it stands as well, and a run yields one token more than it accepts
 
-A draw after the first draft that is not accepted rests on a wrong token and is dropped, and so is
-its KV. Since a draft is accepted iff it *is* the target's draw, the tokens are those that would
-have come without a drafter, greedy or sampled, and no residual distribution is needed.
+A draw after the first draft that is not accepted would rest on a wrong token, so none is made, and
+the KV of that draft is dropped. Since a draft is accepted iff it *is* the target's draw, the tokens
+are those that would have come without a drafter, greedy or sampled, and no residual distribution
+is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 
-def accept(drafts: Sequence[int], draws: Sequence[int | None]) -> int:
-    """How many of `drafts`, counted from the first, are accepted.
+class Draw(Protocol):
+    """What came of drawing at one position."""
 
-    `draws[i]` is the target's draw where `drafts[i]` was guessed, or None where it could not draw,
-    which no draft equals; the one draw beyond the drafts is the bonus if all are accepted. The run
-    yields `draws[: accepted + 1]`. Raises ValueError unless there is one draw more than drafts.
+    @property
+    def token_id(self) -> int | None:
+        """None where nothing could be drawn, which no draft equals."""
+        ...
+
+
+D = TypeVar("D", bound=Draw)
+
+
+def verify(drafts: Sequence[int], draw: Callable[[int], D]) -> list[D]:
+    """The target's draws of a run: of each accepted draft, and the one after them.
+
+    `draw(i)` is the target's draw after the first `i` drafts; it is called for i = 0, 1, ... as
+    long as every draft before is accepted. So the result has one entry more than were accepted.
     """
-    if len(draws) != len(drafts) + 1:
-        raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} draws, got {len(draws)}")
-    for accepted, draft in enumerate(drafts):
-        if draft != draws[accepted]:
-            return accepted
-    return len(drafts)
+    draws: list[D] = []
+    for draft in drafts:
+        draws.append(draw(len(draws)))
+        if draws[-1].token_id != draft:
+            return draws
+    draws.append(draw(len(draws)))
+    return draws

@@ -59,6 +59,7 @@ from offload.tier import (
     BlockKey,
     BlockMeta,
     Forget,
+    FoundBlock,
     MetasUnder,
     RoomTakenError,
     StrangerFile,
@@ -337,11 +338,13 @@ class BlockDirectory:
                     if reclaim_temporary(self._dir_fd, file.path):
                         continue
                     inventory.add(file)
-            elif inventory.expires(file, request.expire_before):
+                scanned += future_bytes(file, self.unit_bytes)
+                continue
+            if inventory.expires(file, request.expire_before):
                 expired.append(file)
             else:
                 inventory.add(file)
-            scanned += future_bytes(file, self.unit_bytes)
+            scanned += file.physical_bytes
         for file in expired:
             change = self._remove_expired(file, request.expire_before)
             if change is None:
@@ -354,12 +357,16 @@ class BlockDirectory:
         with self._lock:
             adopts = self._epoch == request.epoch and not self._wipe_failed
             unerased = tuple(self._unerased)
+
+        def adoptable(found: FoundBlock) -> bool:
+            return adopts and not any(
+                where.matches(found.key, found.root_tag) for where in unerased
+            )
+
         status = os.fstatvfs(self._dir_fd)
         return inventory.survey(
             request,
-            adopts=lambda found: (
-                adopts and not any(where.matches(found.key, found.root_tag) for where in unerased)
-            ),
+            adopts=None if adopts and not unerased else adoptable,
             free_bytes=status.f_bavail * status.f_frsize,
             seconds=time.monotonic() - started,
         )

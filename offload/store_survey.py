@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from offload import block_file
 from offload.block_file import BlockName
@@ -118,17 +119,15 @@ class Inventory:
         self,
         request: SurveyRequest,
         *,
-        adopts: Callable[[FoundBlock], bool],
+        adopts: Callable[[FoundBlock], bool] | None,
         free_bytes: int,
         seconds: float,
     ) -> Survey:
-        """The whole of it; of what was found, only what the caller `adopts`."""
-        found = []
-        for block in sorted(self._found.values(), key=lambda found: found.mtime):
-            if adopts(block):
-                found.append(block)
-            else:
-                self._other_bytes += block.num_bytes
+        """The whole of it; of what was found, only what the caller `adopts` (None: all)."""
+        found = sorted(self._found.values(), key=attrgetter("mtime"))
+        if adopts is not None:
+            self._other_bytes += sum(block.num_bytes for block in found if not adopts(block))
+            found = [block for block in found if adopts(block)]
         self._strangers.sort(key=lambda stranger: stranger.mtime)
         return Survey(
             request.epoch,

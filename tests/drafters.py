@@ -83,6 +83,25 @@ class RandomAcceptanceDrafter(OracleDrafter):
         return drafts
 
 
+class FewWordsDrafter(OracleDrafter):
+    """Knows nothing and guesses among `WORDS`, by a die that depends on request and position."""
+
+    WORDS = (40, 160)
+
+    def guess(self, context: DraftContext) -> list[int]:
+        start = len(context.token_ids)
+        num_drafts = min(self.max_tokens, context.max_tokens)
+        dice = (random.Random(f"{context.request_id}:{start + i}") for i in range(num_drafts))
+        return [die.choice(self.WORDS) for die in dice]
+
+
+class OneWordDrafter(FewWordsDrafter):
+    """Guesses the same word for ever: what favours drafts shows as too many of it."""
+
+    def guess(self, context: DraftContext) -> list[int]:
+        return [self.WORDS[0]] * min(self.max_tokens, context.max_tokens)
+
+
 class RaisingDrafter(OracleDrafter):
     """Raises from every call."""
 

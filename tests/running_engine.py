@@ -64,6 +64,7 @@ def engine_config(model_dir: Path, cache_dir: Path, **overrides: Any) -> EngineC
         "cpu_tier": 0,
         "load_policy": "always",
         "seed": 0,
+        "speculative_depth": "fixed",  # drafts at every step, whether they pay or not
     }
     return EngineConfig(**{**fields, **overrides})
 
@@ -75,8 +76,8 @@ async def running_engine(
     """Start, check conservation after every step, close; at the end nothing may be held."""
     engine = await AsyncEngine.from_config(engine_config(model, cache_dir, **overrides))
     core = engine._core
-    if core._drafter is not None:
-        core._drafter._deadline = 60.0  # a busy machine must not cost the drafts that tests count
+    if core._speculation is not None:  # a busy machine must not cost the drafts that tests count
+        core._speculation._drafter._deadline = 60.0
     plain_step = core.step
 
     async def checked_step() -> bool:
@@ -147,6 +148,14 @@ def assert_same_answer(actual: Answer, expected: Answer) -> None:
     for position, (ours, theirs) in enumerate(zip(actual.logprobs, expected.logprobs, strict=True)):
         difference = abs(ours.logprob - theirs.logprob)
         assert difference <= LOGPROB_TOLERANCE, f"logprob {position} is off by {difference}"
+
+
+def new_text(engine: AsyncEngine, token_ids: Sequence[int], count: int) -> str:
+    """The text that token `count` adds, if it is a whole character not seen before."""
+    before = engine.tokenizer.decode(token_ids[: count - 1])
+    after = engine.tokenizer.decode(token_ids[:count])
+    piece = after[len(before) :]
+    return piece if after.startswith(before) and piece.isascii() and piece not in before else ""
 
 
 async def saves_done(engine: AsyncEngine) -> None:

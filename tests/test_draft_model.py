@@ -11,6 +11,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.draft_model import ModelDrafter
 from engine.drafter import DraftContext
+from engine.guarded_drafter import GuardedDrafter
 from tests.running_engine import (
     Answer,
     ask,
@@ -29,7 +30,7 @@ PROMPT = [3 + (17 * i) % 370 for i in range(42)]  # ten blocks and two tokens
 PROMPTS = [PROMPT, PROMPT[5:30], [*PROMPT[:20], *range(100, 117)]]
 PARAMS = [greedy(16), seeded(16, presence_penalty=0.5, top_p=0.9, min_tokens=3)]
 # A chunk of the draft model's holds a whole prompt: it is asked once and ready.
-SETTINGS = {"kv_blocks": 256, "max_num_batched_tokens": 512}
+SETTINGS = {"kv_blocks": 256, "max_num_batched_tokens": 512, "speculative_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +55,21 @@ def plain(tiny_llama: Path, kernel_cache: Path) -> list[list[Answer]]:
     return asyncio.run(run())
 
 
+def guard_of(engine: AsyncEngine) -> GuardedDrafter:
+    speculation = engine._core._speculation
+    assert speculation is not None
+    return speculation._drafter
+
+
 def drafter_of(engine: AsyncEngine) -> ModelDrafter:
-    drafter = engine._core._drafter._drafter  # type: ignore[union-attr]
+    drafter = guard_of(engine)._drafter
     assert isinstance(drafter, ModelDrafter)
     return drafter
 
 
 async def assert_nothing_held(engine: AsyncEngine) -> None:
     """Every request that ended has given back its draft KV."""
-    guard = engine._core._drafter
-    assert guard is not None
+    guard = guard_of(engine)
     await guard.propose([DraftContext("after every finish", (), 0, None)])
     drafter = drafter_of(engine)
     drafter.check()
@@ -171,6 +177,7 @@ async def test_kv_memory_holds_as_many_tokens_of_both(
     """A block of the target takes three layers, one of its draft model two."""
     layer = 2 * 2 * 16 * BLOCK_SIZE * 4  # keys and values, heads, elements, tokens, bytes
     settings = {
+        **SETTINGS,
         "speculative": f"draft:{models['first layers']}",
         "kv_blocks": None,
         "kv_memory": 50 * 5 * layer,

@@ -27,6 +27,7 @@ from tests.running_engine import (
     Answer,
     ask,
     greedy,
+    new_text,
     running_engine,
     saves_done,
     seeded,
@@ -147,14 +148,6 @@ async def test_a_finished_request_is_stored_once_up_to_its_committed_length(
                 assert answer.token_ids == truth[:count], end
                 tokens = PROMPT + answer.token_ids
                 await watched.assert_stored(tokens, salt, (len(tokens) - 1) // BLOCK_SIZE)
-
-
-def new_text(engine: AsyncEngine, token_ids: list[int], count: int) -> str:
-    """The text that token `count` adds, if it is a whole character not seen before."""
-    before = engine.tokenizer.decode(token_ids[: count - 1])
-    after = engine.tokenizer.decode(token_ids[:count])
-    piece = after[len(before) :]
-    return piece if after.startswith(before) and piece.isascii() and piece not in before else ""
 
 
 @pytest.mark.parametrize("num_prompt", [39, 40, 41])

@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.drafter import DraftContext
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PATIENCE = 300.0  # seconds; the first start converts the model
@@ -46,6 +48,17 @@ def python(script, environ):
 
 def test_the_python_example(environ):
     assert "Paris" in python(example("AsyncEngine"), environ)
+
+
+def test_the_drafter_of_the_example_guesses_the_phrase_and_nothing_else():
+    names = {}
+    exec(example("PhraseDrafter"), names)
+    drafter = names["PhraseDrafter"](vocab_size=49152, max_tokens=31)
+    phrase = [504, 3575, 282, 4649, 314, 7042, 30]
+    beginnings = [[9, *phrase[:known]] for known in range(4)]
+    contexts = [DraftContext("r", tokens, 4, None) for tokens in beginnings]
+    assert drafter.propose(contexts) == [[], phrase[1:5], phrase[2:6], phrase[3:7]]
+    drafter.finish("r")
 
 
 def is_ready(url):

@@ -337,10 +337,18 @@ class ServeOptions:
         TEXT,
         SPECULATION,
         "off",
-        "Drafter for speculative decoding: off, or a class of yours.",
-        metavar="off|MODULE:CLASS",
+        "Drafter for speculative decoding: text so far, a smaller model, a class of yours.",
+        metavar="off|ngram|draft:MODEL|MODULE:CLASS",
     )
-    speculative_tokens: int = option(integer(1, 64), SPECULATION, 4, "Tokens drafted per step.")
+    speculative_tokens: int = option(
+        integer(1, 64), SPECULATION, 31, "Tokens drafted per request and step at most."
+    )
+    speculative_depth: str = option(
+        choice("auto", "fixed"),
+        SPECULATION,
+        "auto",
+        "auto drafts as many tokens as are measured to pay, fixed always the most.",
+    )
 
     drain_timeout: float = option(
         SECONDS, OPERATION, 30.0, "How long running requests may finish after SIGTERM."

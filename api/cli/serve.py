@@ -12,7 +12,7 @@ from api.cli.errors import UsageError
 from api.cli.options import ServeOptions, format_size
 from api.cli.server import StopSignals, listen, public_url, run_server
 from api.settings import ServerSettings
-from engine.config import Device, DType, EngineConfig, LoadPolicy, OnOff
+from engine.config import Device, DType, EngineConfig, LoadPolicy, OnOff, SpeculativeDepth
 from engine.errors import StartupError
 from engine.model_source import INSTALL_DEFAULT, default_model_path, served_name
 
@@ -117,6 +117,7 @@ def engine_config(options: ServeOptions, model: str) -> EngineConfig:
         verify_loads=options.verify_loads,
         speculative=options.speculative,
         speculative_tokens=options.speculative_tokens,
+        speculative_depth=cast(SpeculativeDepth, options.speculative_depth),
         transcript_cache=cast(OnOff, options.transcript_cache),
         seed=options.seed,
     )

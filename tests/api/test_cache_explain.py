@@ -95,6 +95,17 @@ def test_what_a_request_would_be_refused_for_is_refused(
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("body", [{}, {"prompt": None, "model": "tiny"}])
+def test_a_question_about_nothing_is_told_what_is_missing(
+    http: httpx.Client, body: dict[str, Any]
+) -> None:
+    error = http.post("/cache/explain", json=body).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "missing_field")
+    assert error["message"] == (
+        "Give the body of the request to explain: one with 'prompt' or with 'messages'."
+    )
+
+
 def test_only_the_admin_key_is_told_of_other_salts(
     engine_config: EngineConfig, server: LiveServer, http: httpx.Client
 ) -> None:

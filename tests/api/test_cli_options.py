@@ -44,6 +44,7 @@ CONTRACT = {
     "--verify-loads",
     "--speculative",
     "--speculative-tokens",
+    "--speculative-depth",
     "--drain-timeout",
     "--request-timeout",
     "--metrics-prefix",
@@ -68,6 +69,7 @@ def test_defaults_are_those_of_the_contract():
     assert (options.cpu_tier, options.disk_tier) == (1 << 30, None)
     assert options.disk_tier_size == 10 << 30
     assert (options.load_policy, options.speculative) == ("auto", "off")
+    assert (options.speculative_tokens, options.speculative_depth) == (31, "auto")
     assert options.verify_loads == 0.0
     assert (options.drain_timeout, options.request_timeout) == (30.0, 0.0)
     assert (options.metrics_prefix, options.log_level, options.log_format) == (

@@ -84,6 +84,7 @@ def test_every_setting_reaches_the_engine():
         transcript_cache="off",
         speculative="a:B",
         speculative_tokens=2,
+        speculative_depth="fixed",
         seed=11,
     )
     config = engine_config(options, "path")
@@ -261,7 +262,7 @@ def broken(tmp_path):
         (lambda model, tmp_path: [tmp_path / "absent"], "absent"),
         (lambda model, tmp_path: [broken(tmp_path)], "config.json"),
         (lambda model, tmp_path: [model, "--disk-tier", model / "config.json" / "kv"], "kv"),
-        (lambda model, tmp_path: [model, "--speculative", "ngram"], "--speculative"),
+        (lambda model, tmp_path: [model, "--speculative", "nonsense"], "--speculative"),
         (lambda model, tmp_path: [model, "--kv-blocks", "1000000000000"], "KV pool"),
     ],
     ids=["absent model", "broken model", "impossible disk tier", "no such drafter", "huge pool"],

@@ -61,6 +61,7 @@ def test_every_option_can_be_given_everywhere(config):
         "load_policy": ("never", '"never"', "never"),
         "speculative": ("a.b:C", '"a.b:C"', "a.b:C"),
         "speculative_tokens": ("2", "2", 2),
+        "speculative_depth": ("fixed", '"fixed"', "fixed"),
         "drain_timeout": ("0", "0", 0.0),
         "metrics_prefix": ("ow", '"ow"', "ow"),
         "log_level": ("debug", '"debug"', "debug"),

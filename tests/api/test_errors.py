@@ -13,6 +13,7 @@ import pytest
 
 from api import errors
 from api.errors import ApiError
+from api.protocol import ChatBody, CompletionBody
 from engine.config import EngineConfig
 from engine.errors import (
     EngineClosedError,
@@ -202,7 +203,76 @@ def test_unknown_models_and_paths(client: openai.OpenAI, http: httpx.Client) -> 
     assert "tiny, tiny-alias" in raised.value.message
     refused(http.get("/v1/models/gpt-9"), 404)
     refused(http.get("/nowhere"), 404)
-    refused(http.get(COMPLETIONS), 405)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", COMPLETIONS, "POST"), ("DELETE", "/cache/stats", "GET"), ("PUT", "/health", "GET")],
+)
+def test_a_wrong_method_is_told_the_right_one(
+    http: httpx.Client, method: str, path: str, allowed: str
+) -> None:
+    response = http.request(method, path)
+    assert response.headers["allow"] == allowed
+    assert refused(response, 405) == {
+        "message": f"{path} takes {allowed}, not {method}.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "method_not_allowed",
+    }
+
+
+SEEDS = (
+    "Invalid value for 'seed': give an integer from -9223372036854775808 to 18446744073709551615."
+)
+SHAPES = (
+    "; it must be a string, a list of strings, a list of token ids (integers from 0 up) or a list "
+    "of such lists."
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seed": -(2**63) - 1}, SEEDS),
+        ({"seed": 2**64}, SEEDS),
+        ({"seed": 1.5}, SEEDS),
+        ({"seed": True}, SEEDS),
+        ({"prompt": 5}, "'prompt' is 5" + SHAPES),
+        ({"prompt": {}}, "'prompt' is an object" + SHAPES),
+        ({"prompt": []}, "'prompt' is an empty list" + SHAPES),
+        ({"prompt": ["a", None]}, "'prompt[1]' is null" + SHAPES),
+        ({"prompt": ["a", {}]}, "'prompt[1]' is an object" + SHAPES),
+        ({"prompt": ["a", "b", 7]}, "'prompt[2]' is 7 and 'prompt[0]' is a string" + SHAPES),
+        ({"prompt": [7, "a"]}, "'prompt[1]' is a string and 'prompt[0]' is 7" + SHAPES),
+        ({"prompt": [7, [7]]}, "'prompt[1]' is a list and 'prompt[0]' is 7" + SHAPES),
+        ({"prompt": [7, 1, True]}, "'prompt[2]' is true" + SHAPES),
+        ({"prompt": [7, -1]}, "'prompt[1]' is -1" + SHAPES),
+        ({"prompt": [[7], [7, 8, 1.5]]}, "'prompt[1][2]' is 1.5" + SHAPES),
+        ({"prompt": [[7], [None]]}, "'prompt[1][0]' is null" + SHAPES),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    http: httpx.Client, fields: dict[str, Any], message: str
+) -> None:
+    error = refused(http.post(COMPLETIONS, json={"prompt": "The", **fields}), 400)
+    (field,) = fields
+    assert (error["message"], error["param"]) == (message, field)
+    assert error["code"] == "invalid_value"
+
+
+def test_an_empty_cache_key_is_no_name(http: httpx.Client) -> None:
+    """A request without one; and a selector that names nothing."""
+    for body in (CompletionBody, ChatBody):
+        given = {"prompt": "x", "messages": [], "prompt_cache_key": ""}
+        assert body.model_validate(given).prompt_cache_key is None
+        assert body.model_validate(given | {"prompt_cache_key": " "}).prompt_cache_key == " "
+    for path in ("/cache/pin", "/cache/unpin", "/cache/prefetch", "/cache/reset"):
+        error = refused(http.post(path, json={"prompt_cache_key": ""}), 400)
+        assert (error["message"], error["param"]) == (
+            "Invalid value for 'prompt_cache_key': string should have at least 1 character.",
+            "prompt_cache_key",
+        )
 
 
 @pytest.mark.parametrize(

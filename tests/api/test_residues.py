@@ -42,7 +42,11 @@ def residue_server(
     request: pytest.FixtureRequest, engine_config: EngineConfig
 ) -> Iterator[LiveServer]:
     config = replace(
-        engine_config, block_size=BLOCK_SIZE, speculative=request.param, speculative_tokens=5
+        engine_config,
+        block_size=BLOCK_SIZE,
+        speculative=request.param,
+        speculative_tokens=5,
+        speculative_depth="fixed",
     )
     with LiveServer(config) as live:
         yield live

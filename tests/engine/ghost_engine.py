@@ -20,6 +20,7 @@ from typing import Any
 
 from engine.block_hash import root_hash
 from engine.core import EngineCore, LiveRequest
+from engine.draft_depth import DraftDepth
 from engine.drafter import DraftContext
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_groups import KVGroup
@@ -30,6 +31,7 @@ from engine.request import Request, RequestState
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledRequest, Scheduler, SchedulerLimits
 from engine.sessions import Sessions
+from engine.speculation import Speculation
 from engine.step import StepInput, StepOutput
 from offload import lane as lane_module
 from offload import manager as manager_module
@@ -186,8 +188,8 @@ class GhostDrafter:
             drafts.append(token)
         return drafts
 
-    def finish(self, request_id: str) -> None:
-        del self.requests[request_id]
+    def finish(self, context: DraftContext) -> None:
+        del self.requests[context.request_id]
 
 
 class NoText:
@@ -288,8 +290,11 @@ class GhostEngine:
             runner=self,  # type: ignore[arg-type]
             torch_thread=self.executor,
             chooser=LoadChooser("always", shape.block_size, self.offload),
-            drafter=self.drafter,  # type: ignore[arg-type]
-            max_draft_tokens=shape.max_drafts,
+            speculation=Speculation(
+                self.drafter,  # type: ignore[arg-type]
+                DraftDepth(shape.max_drafts, adaptive=False),
+                shape.max_drafts,
+            ),
             load_deadline=1e9,
             sessions=Sessions(SideStore.open(None, max_bytes=1 << 20)),
         )
@@ -375,7 +380,7 @@ class GhostEngine:
             if output.finish_reason is not None:
                 self._ended(told)
 
-        self.core.add(LiveRequest(request, NoText(), emit, salt))  # type: ignore[arg-type]
+        self.core.add(LiveRequest(request, NoText(), emit))  # type: ignore[arg-type]
         return told
 
     def _ended(self, told: Told) -> None:

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from engine.block_hash import block_hash
 from engine.outputs import TokenLogprobs
 from engine.request import Request
-from engine.sampler import Sampled
+from engine.sampler import DrawRun, Sampled, Unsampled
 from engine.scheduler import ScheduledRequest
 from engine.step import SequenceInput, StepInput, StepOutput
+from engine.verification import verify
 from offload.tier import BlockHash, BlockKey, BlockMeta
 
 SLOT_BYTES = 16
@@ -183,12 +184,21 @@ class GhostDevice:
         draws, prompt = [], []
         for sequence, tables, digests in work:
             self._read(sequence, tables, digests)
-            drawn_after = digests[len(digests) - len(sequence.sample_rows) :]
-            draws.append([Sampled(self.truth.next_token(d), None) for d in drawn_after])
+            draws.append(self._draws(sequence.run, digests))
             wanted = sequence.prompt_logprobs
             next_ids = wanted.next_ids if wanted is not None else ()
             prompt.append([TokenLogprobs(token_id, 0.0, 1) for token_id in next_ids])
         return StepOutput(draws, prompt, seconds=0.001)
+
+    def _draws(self, run: DrawRun | None, digests: Sequence[bytes]) -> list[Sampled | Unsampled]:
+        if run is None:
+            return []
+        drawn_after = digests[len(digests) - run.num_rows :]
+
+        def draw(num_accepted: int) -> Sampled | Unsampled:
+            return Sampled(self.truth.next_token(drawn_after[num_accepted]), None)
+
+        return verify(run.draft_token_ids, draw)
 
     def _write(
         self,

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from engine.kv_cache_manager import KVCacheManager
 from engine.kv_groups import KVGroup
+from engine.load_samples import LoadSamples
 from engine.prefetch import Prefetcher
 from engine.request import Request
 from engine.scheduler import Scheduler, SchedulerLimits
@@ -54,9 +55,10 @@ class PlannedEngine:
         tiers: Sequence[Tier],
         num_blocks: int = 64,
         groups: Sequence[KVGroup] = (KVGroup(0),),
+        samples: LoadSamples | None = None,
     ) -> None:
         offload = OffloadManager(tiers, block_bytes=BLOCK_BYTES)
-        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, offload, groups=groups)
+        self.kv = KVCacheManager(num_blocks, BLOCK_SIZE, offload, groups=groups, samples=samples)
         self.scheduler = Scheduler(SchedulerLimits(4, 64), self.kv)
         self.is_alive = True
         self.prefetcher = Prefetcher(

@@ -358,7 +358,7 @@ async def test_seeded_answers_repeat_and_unseeded_ones_differ(
         ({"kv_blocks": None, "kv_memory": 100}, "holds 0 KV blocks"),
         ({"cpu_tier": 100}, "--cpu-tier 100: cpu tier: 100 bytes hold no block"),
         ({"disk_tier": Path("/proc/overwinter")}, "/proc/overwinter"),
-        ({"speculative": "ngram"}, "ngram"),
+        ({"speculative": "nonsense"}, "nonsense names no drafter"),
         ({"speculative": "no.such.module:Class"}, "no.such.module"),
         ({"model": "/no/such/directory"}, "/no/such/directory"),
     ],

@@ -36,7 +36,7 @@ class Pool:
         return StepOutput()
 
     def execute(self, **fields: Any) -> StepOutput:
-        row = SequenceInput(token_ids=[1], start=0, block_tables=[[0]], sample_rows=[])
+        row = SequenceInput(token_ids=[1], start=0, block_tables=[[0]])
         return self.runner.execute(StepInput(sequences=[row], **fields))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from engine.block_hash import chain_hashes, root_hash
+from engine.load_samples import LoadSamples
 from offload.disk_tier import DiskTier
 from offload.tier import BlockKey, BlockMeta
 from tests.engine.planned_engine import BLOCK_BYTES, PlannedEngine, cpu, saved
@@ -60,6 +62,33 @@ async def test_blocks_come_to_the_device_and_the_next_turn_hits_them(disk: DiskT
     run_to_end(engine.scheduler)
     assert request.cached.device == 10 * BLOCK_SIZE
     assert await engine.prefetch() == 0  # none can come nearer
+
+
+async def test_what_a_prefetch_loads_is_drawn_for_an_audit_like_any_load(disk: DiskTier) -> None:
+    samples = LoadSamples(1.0, 0, BLOCK_SIZE)
+    engine = Engine([disk], samples=samples)
+    assert await engine.prefetch() == 10
+    drawn = [sample for _ in range(len(samples)) for sample in samples.take()]
+    assert [
+        (one.key, one.index, one.root_hash, list(one.token_ids), one.tier) for one in drawn
+    ] == [
+        (key, index, root_hash(FINGERPRINT), PROMPT[: 10 * BLOCK_SIZE], "disk")
+        for index, key in enumerate(engine.keys)
+    ]
+    assert [one.block_id for one in drawn] == [engine.kv.pool.lookup(key) for key in engine.keys]
+
+
+@pytest.mark.parametrize("is_lie", [False, True])
+async def test_behind_a_gap_or_a_lie_nothing_is_drawn(disk: DiskTier, is_lie: bool) -> None:
+    samples = LoadSamples(1.0, 0, BLOCK_SIZE)
+    engine = Engine([disk], samples=samples)
+    blocks = await engine.blocks()
+    key, meta = blocks.pop(4)
+    if is_lie:
+        blocks.insert(4, (key, replace(meta, token_ids=meta.token_ids[::-1])))
+    async with engine.running():
+        assert await engine.prefetcher.run(blocks) == len(blocks)
+    assert [one.index for _ in range(len(samples)) for one in samples.take()] == [0, 1, 2, 3]
 
 
 async def test_the_device_gives_half_of_what_nobody_uses_and_memory_takes_the_rest(

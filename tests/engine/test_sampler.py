@@ -10,7 +10,16 @@ import torch
 from engine.distribution import PoisonedLogits
 from engine.noise import uniform
 from engine.outputs import Logprob
-from engine.sampler import Sampled, SampleRow, Unsampled, prompt_logprobs, sample
+from engine.sampler import (
+    DrawRun,
+    Sampled,
+    SampleRow,
+    Unsampled,
+    on_host,
+    prompt_logprobs,
+    sample,
+    sample_run,
+)
 from engine.sampling_params import SamplingParams
 
 
@@ -193,3 +202,59 @@ def test_shapes_must_agree():
     with pytest.raises(ValueError, match="1 ids do not fit"):
         prompt_logprobs(torch.zeros(2, 4), [0], 0)
     assert sample(torch.zeros(0, 4), []) == []
+
+
+# --- runs of drafts
+
+KINDS_OF_RUN = [
+    SamplingParams(temperature=0.0, logprobs=2),
+    SamplingParams(temperature=0.8, logprobs=0),
+    SamplingParams(top_k=40, top_p=0.8, min_p=0.01),
+    SamplingParams(temperature=0.9, repetition_penalty=1.5),
+    SamplingParams(temperature=0.0, frequency_penalty=1.9),
+    SamplingParams(temperature=0.9, presence_penalty=2.0),
+    SamplingParams(temperature=0.0, min_tokens=4, logit_bias={3: 100.0}),  # 3 is a stop id
+]
+
+
+def one_by_one(logits: torch.Tensor, first: SampleRow) -> list[Sampled]:
+    """The answer without drafts: each row is drawn once the tokens before it are known."""
+    drawn: list[Sampled] = []
+    for number in range(len(logits)):
+        outputs = [*first.output_token_ids, *(one.token_id for one in drawn)]
+        row = replace(first, position=first.position + number, output_token_ids=outputs)
+        drawn += sample(logits[number : number + 1], [row])
+    return drawn
+
+
+@pytest.mark.parametrize("params", KINDS_OF_RUN)
+@pytest.mark.parametrize("wrong_at", [None, 0, 1, 4])
+def test_a_run_draws_what_single_steps_would(params: SamplingParams, wrong_at: int | None) -> None:
+    """Noise is that of each position, and penalties count what the run has accepted."""
+    logits = random_logits(6, 30)
+    logits[:, 9] += 6.0  # likely again and again, so that penalties decide
+    first = sample_row(params, output_token_ids=[2, 9])
+    alone = one_by_one(logits, first)
+    drafts = [drawn.token_id for drawn in alone[:5]]
+    if wrong_at is not None:
+        drafts[wrong_at] = (drafts[wrong_at] + 1) % 30
+    stand = alone if wrong_at is None else alone[: wrong_at + 1]
+    assert sample_run(on_host(logits), DrawRun(first, drafts)) == stand
+
+
+def test_a_run_without_drafts_is_a_row() -> None:
+    logits, row = random_logits(1, 30), sample_row(GREEDY)
+    assert sample_run(on_host(logits), DrawRun(row)) == sample(logits, [row])
+
+
+def test_a_poisoned_row_ends_its_run_and_one_behind_a_miss_does_not_count() -> None:
+    logits = torch.zeros(4, 10)
+    logits[:, 5] = 1.0
+    logits[2, 0] = math.nan
+    row = sample_row(GREEDY)
+    *accepted, last = sample_run(on_host(logits), DrawRun(row, [5, 5, 5]))
+    assert (accepted, type(last)) == ([Sampled(5, None)] * 2, Unsampled)
+    missed = sample_run(on_host(logits), DrawRun(row, [5, 4, 5]))
+    assert missed == [Sampled(5, None)] * 2
+    with pytest.raises(ValueError, match="4 rows of logits for a run of 3"):
+        sample_run(on_host(logits), DrawRun(row, [5, 5]))

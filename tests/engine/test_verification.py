@@ -1,28 +1,40 @@
 """A draft stands iff it and all before it are the target's own draws."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import pytest
 
-from engine.verification import accept
+from engine.verification import verify
+
+
+@dataclass(frozen=True)
+class Drawn:
+    token_id: int | None
 
 
 @pytest.mark.parametrize(
-    ("drafts", "draws", "accepted"),
+    ("drafts", "draws", "stand"),
     [
-        ([], [5], 0),
-        ([5], [5, 6], 1),
-        ([5], [4, 6], 0),
-        ([5, 6, 7], [5, 6, 7, 8], 3),
-        ([5, 6, 7], [5, 9, 7, 8], 1),  # what comes after the first miss does not count
-        ([5, 6, 7], [9, 6, 7, 8], 0),
-        ([5, 6, 7], [5, 6, 9, 8], 2),
-        ([5, 6], [5, None, None], 1),  # a position without a draw accepts nothing
+        ([], [5], [5]),
+        ([5], [5, 6], [5, 6]),
+        ([5], [4, 6], [4]),
+        ([5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8]),
+        ([5, 6, 7], [5, 9, 7, 8], [5, 9]),  # what comes after the first miss does not count
+        ([5, 6, 7], [9, 6, 7, 8], [9]),
+        ([5, 6, 7], [5, 6, 9, 8], [5, 6, 9]),
+        ([5, 6], [5, None, 7], [5, None]),  # a position without a draw accepts nothing
     ],
 )
-def test_accepts_the_longest_agreeing_beginning(drafts, draws, accepted):
-    assert accept(drafts, draws) == accepted
+def test_the_draws_that_stand_and_no_others_are_made(
+    drafts: list[int], draws: list[int | None], stand: list[int | None]
+) -> None:
+    asked: list[int] = []
 
+    def draw(num_accepted: int) -> Drawn:
+        asked.append(num_accepted)
+        return Drawn(draws[num_accepted])
 
-@pytest.mark.parametrize("draws", [[], [1, 2], [1, 2, 3, 4]])
-def test_refuses_draws_that_do_not_match_the_drafts(draws):
-    with pytest.raises(ValueError, match="2 drafts need 3 draws"):
-        accept([1, 2], draws)
+    assert [drawn.token_id for drawn in verify(drafts, draw)] == stand
+    assert asked == list(range(len(stand)))

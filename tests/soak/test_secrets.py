@@ -177,6 +177,8 @@ class Soak:
             try:
                 with httpx.Client(base_url=self.url, timeout=PATIENCE) as http:
                     response = http.post("/v1/chat/completions", json=body)
+            except httpx.TimeoutException as error:
+                raise AssertionError(f"no answer in {PATIENCE:.0f} s; {self._sight()}") from error
             except httpx.TransportError:
                 with self._server_changes:  # until the one who kills it has started it again
                     assert self._lives > life, "the server is gone, and nobody killed it"
@@ -190,6 +192,13 @@ class Soak:
             for tier, tokens in details["cached_tokens_by_tier"].items():
                 self.count(f"{tier} tokens", tokens)
             return answer
+
+    def _sight(self) -> str:
+        """What can be seen of a server that does not answer."""
+        with httpx.Client(base_url=self.url, timeout=10) as http:
+            metrics = http.get("/metrics").text.splitlines()
+        gauges = [line for line in metrics if "num_requests" in line or "usage_perc" in line]
+        return "\n".join([*gauges, *self.server.lines[-20:]])
 
     def _compare(self, warm: Any, cold: Any) -> None:
         """Equal logprobs, up to a near tie of the two most likely tokens."""
@@ -242,8 +251,9 @@ class Soak:
             with ThreadPoolExecutor(NUM_CLIENTS + 2) as pool:
                 jobs = [pool.submit(self.client, number) for number in range(NUM_CLIENTS)]
                 jobs += [pool.submit(self.disturb), pool.submit(self.watch)]
-            for job in jobs:
-                job.result()
+            # The first to fail stops the others, whose errors may only follow from its own.
+            for error in filter(None, (job.exception() for job in reversed(jobs))):
+                raise error
             self._check_gauges()
             assert self.server.stop() == 0
         finally:
@@ -252,7 +262,7 @@ class Soak:
 
     def _check_gauges(self) -> None:
         wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE  # what idle time computes ahead holds blocks, too
         while True:
             with httpx.Client(base_url=self.url, timeout=PATIENCE) as http:
                 lines = http.get("/metrics").text.splitlines()

@@ -1,23 +1,17 @@
-"""Loading a drafter says what is wrong; a guarded drafter can do no harm."""
+"""A guarded drafter can do no harm."""
 
 import asyncio
 import contextlib
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from engine import drafter as drafter_module
-from engine.drafter import (
-    DraftContext,
-    Drafter,
-    GuardedDrafter,
-    build_drafter,
-    find_drafter_class,
-)
-from engine.errors import StartupError
+from engine import guarded_drafter
+from engine.drafter import DraftContext, Drafter
+from engine.guarded_drafter import DrafterThread, GuardedDrafter
 from tests import drafters
 
 VOCAB_SIZE = 100
@@ -36,7 +30,8 @@ def continuations(monkeypatch):
 
 def make(drafter_class: type, **arguments) -> GuardedDrafter:
     drafter = drafter_class(vocab_size=VOCAB_SIZE, max_tokens=3)
-    return GuardedDrafter(drafter, vocab_size=VOCAB_SIZE, **{"deadline": LONG, **arguments})
+    arguments = {"deadline": LONG, "thread": DrafterThread(), **arguments}
+    return GuardedDrafter(drafter, vocab_size=VOCAB_SIZE, **arguments)
 
 
 @contextlib.asynccontextmanager
@@ -67,87 +62,8 @@ def answering(answer: Callable[..., object]) -> type:
 async def drained(guard: GuardedDrafter) -> None:
     """Until the drafter's thread has done all it was asked for."""
     done = threading.Event()
-    guard._calls.put(done.set)
+    guard._thread.post(done.set)
     assert await asyncio.to_thread(done.wait, LONG)
-
-
-# --- loading
-
-
-def load(spec):
-    """As the engine does it: the class before the model, the drafter after."""
-    drafter_class = find_drafter_class(spec)
-    return drafter_class and build_drafter(spec, drafter_class, vocab_size=5, max_tokens=2)
-
-
-def test_off_is_no_drafter():
-    assert find_drafter_class("off") is None
-
-
-def test_a_class_is_built_with_both_sizes():
-    drafter = load("tests.drafters:OracleDrafter")
-    assert isinstance(drafter, drafters.OracleDrafter)
-    assert (drafter.vocab_size, drafter.max_tokens) == (5, 2)
-
-
-MODULE = """
-import asyncio
-number = 7
-class NoFinish:
-    def propose(self, contexts): ...
-class Async:
-    async def propose(self, contexts): ...
-    def finish(self, request_id): ...
-class Failing:
-    def __init__(self, **sizes): raise ValueError("no\\n  luck")
-    def propose(self, contexts): ...
-    def finish(self, request_id): ...
-class Exiting(Failing):
-    def __init__(self, **sizes): raise SystemExit(3)
-class WrongArguments:
-    def propose(self, contexts): ...
-    def finish(self, request_id): ...
-"""
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("ngram", "ngram is not available yet: this version takes 'off' or 'package.module:Class'"),
-        ("draft:some/model", "draft:some/model is not available yet: this version takes 'off'"),
-        ("nonsense", "nonsense names no drafter: this version takes 'off' or 'package.module:"),
-        ("", "--speculative  names no drafter"),
-        ("a:b:c", "a:b:c names no drafter"),
-        ("a.:B", "a.:B names no drafter"),
-        ("1a:B", "1a:B names no drafter"),
-        ("no_such_module:Class", "no module named 'no_such_module' is found; install it, or put"),
-        ("engine.no_such_part:Class", "no module named 'engine.no_such_part' is found"),
-        ("a_drafter:Missing", "module a_drafter has no class Missing; check the name"),
-        ("a_drafter:number", "module a_drafter has no class number"),
-        ("a_drafter:NoFinish", r"NoFinish needs a plain \(not async\) method finish"),
-        ("a_drafter:Async", r"Async needs a plain \(not async\) method propose"),
-        (
-            "a_drafter:Failing",
-            r"Failing\(vocab_size=5, max_tokens=2\) failed with ValueError: no luck; mend",
-        ),
-        ("a_drafter:Exiting", "failed with SystemExit: 3"),
-        ("a_drafter:WrongArguments", "failed with TypeError: "),
-        ("a_broken_drafter:Class", "importing a_broken_drafter failed with ZeroDivisionError: "),
-        ("an_exiting_drafter:Class", "importing an_exiting_drafter failed with SystemExit: 1"),
-    ],
-)
-def test_every_failure_is_one_line_with_cause_and_mend(spec, message, tmp_path, monkeypatch):
-    (tmp_path / "a_drafter.py").write_text(MODULE)
-    (tmp_path / "a_broken_drafter.py").write_text("1 / 0")
-    (tmp_path / "an_exiting_drafter.py").write_text("raise SystemExit(1)")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(StartupError, match=message) as caught:
-        load(spec)
-    assert "\n" not in str(caught.value)
-    sys.modules.pop("a_drafter", None)
-
-
-# --- guarding
 
 
 async def test_good_drafts_pass_through(continuations):
@@ -168,7 +84,7 @@ async def test_raising_costs_its_drafts_and_a_counter(caplog):
     async with guarded(drafters.RaisingDrafter) as guard:
         assert await guard.propose([context(1), context(2)]) == [[], []]
         assert await guard.propose([context(1)]) == [[]]
-        guard.finish("r")
+        guard.finish(context(request_id="r"))
         await drained(guard)
         assert guard.failures == {"raised": 3}
     assert len(caplog.records) == 1  # not one per step
@@ -310,8 +226,8 @@ async def test_one_thread_does_everything():
 
     async with guarded(Watching) as guard:
         await guard.propose([context(1)])
-        guard.finish("a")
-        guard.finish("b")
+        guard.finish(context(request_id="a"))
+        guard.finish(context(request_id="b"))
         await guard.propose([context(1)])
         assert guard._drafter.finished == ["a", "b"]
     (thread,) = threads
@@ -320,12 +236,66 @@ async def test_one_thread_does_everything():
     assert not thread.is_alive()
 
 
+class Learning(drafters.OracleDrafter):
+    """Writes down what it is called with, and where."""
+
+    def __init__(self, **sizes) -> None:
+        super().__init__(**sizes)
+        self.calls: list[tuple[str, object]] = []
+        self.threads = set()
+
+    def propose(self, contexts):
+        self.threads.add(threading.current_thread())
+        return super().propose(contexts)
+
+    def remember(self, context):
+        self.calls.append(("remember", context.token_ids))
+        if context.request_id == "bad":
+            raise RuntimeError("planted")
+
+    def finish(self, request_id):
+        self.threads.add(threading.current_thread())
+        self.calls.append(("finish", request_id))
+
+
+async def test_one_that_learns_is_told_all_tokens_before_the_finish():
+    async with guarded(Learning, thread=None) as guard:
+        guard.finish(context(1, 2, 3, request_id="a"))
+        guard.finish(context(4, request_id="bad"))
+        assert guard._drafter.calls == [
+            ("remember", (1, 2, 3)),
+            ("finish", "a"),
+            ("remember", (4,)),
+            ("finish", "bad"),  # told even if it failed to learn
+        ]
+        assert guard.failures == {"raised": 1}
+
+
+async def test_without_a_thread_it_is_called_where_it_is_asked(continuations):
+    async with guarded(Learning, thread=None) as guard:
+        assert await guard.propose([context(1, 2)]) == [[10, 11, 12]]
+        guard.finish(context(1, 2))
+        assert guard._drafter.threads == {threading.current_thread()}
+
+
+async def test_calls_may_be_posted_to_an_executor_and_have_no_deadline(continuations):
+    with ThreadPoolExecutor(1) as executor:
+        async with guarded(Learning, thread=None, post=executor.submit, deadline=0.0) as guard:
+            assert await guard.propose([context(1, 2)]) == [[10, 11, 12]]
+            guard.finish(context(1, 2))
+            (thread,) = await asyncio.get_running_loop().run_in_executor(
+                executor, lambda: guard._drafter.threads
+            )
+            assert thread is not threading.current_thread()
+            assert guard.failures == {}
+
+
 async def test_finishes_behind_a_stuck_call_are_bounded(monkeypatch, continuations):
-    monkeypatch.setattr(drafter_module, "MAX_PENDING_FINISHES", 2)
+    monkeypatch.setattr(guarded_drafter, "MAX_PENDING_FINISHES", 2)
     async with guarded(drafters.SlowDrafter, deadline=0.01) as guard:
         await guard.propose([context(1, 2)])
         for request_id in "abcd":
-            guard.finish(request_id)
+            guard.finish(context(request_id=request_id))
         assert guard.failures == {"slow": 1, "unfinished": 2}
         guard._drafter.release.set()
         await drained(guard)
@@ -336,9 +306,9 @@ async def test_after_close_nothing_is_called():
     guard = make(drafters.RaisingDrafter)
     guard.close()
     assert await guard.propose([context(1)]) == [[]]
-    guard.finish("r")
+    guard.finish(context(request_id="r"))
     assert guard.failures == {}
-    assert guard._thread is None
+    assert guard._thread._thread is None
 
 
 def test_a_loop_that_closed_meanwhile_hurts_nobody(continuations):
@@ -346,8 +316,8 @@ def test_a_loop_that_closed_meanwhile_hurts_nobody(continuations):
     assert asyncio.run(guard.propose([context(1, 2)])) == [[]]
     guard._drafter.release.set()
     guard.close()
-    guard._thread.join(LONG)
-    assert not guard._thread.is_alive()
+    guard._thread._thread.join(LONG)
+    assert not guard._thread._thread.is_alive()
 
 
 # --- the drafters that other tests lean on

@@ -1,0 +1,88 @@
+"""Speculation: who drafts, how deep, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from engine.draft_depth import DraftDepth
+from engine.drafter import DraftContext
+from engine.guarded_drafter import GuardedDrafter
+from engine.request import Request
+from engine.stats import EngineStats
+from engine.token_view import TokenView
+
+
+class Speculation:
+    """Fills `Request.draft_token_ids` before a step and learns from it. Engine loop only."""
+
+    def __init__(self, drafter: GuardedDrafter, depth: DraftDepth, max_tokens: int) -> None:
+        self._drafter = drafter
+        self._depth = depth
+        self._accepted_per_pos = [0] * max_tokens
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
+
+    async def propose(self, requests: Sequence[Request], num_prompt_rows: int) -> None:
+        """Drafts for those of the running `requests` that decode and have use for them.
+
+        `num_prompt_rows` is how many rows of prompts the step will have beside them. Cancelling it
+        is not supported, as for the step.
+        """
+        decoding = [request for request in requests if request.is_decoding]
+        # The pass yields one token beyond the drafts.
+        rooms = [r.max_tokens - r.num_output_tokens - 1 for r in decoding]
+        wanted = [(r.request_id, room) for r, room in zip(decoding, rooms, strict=True)]
+        depths = self._depth.plan(wanted, num_prompt_rows)
+        asked = [(r, depth) for r, depth in zip(decoding, depths, strict=True) if depth > 0]
+        if not asked:
+            return
+        started = time.perf_counter()
+        proposals = await self._drafter.propose([_context(r, depth) for r, depth in asked])
+        self._depth.observe_proposal(max(map(len, proposals)), time.perf_counter() - started)
+        for (request, _), drafts in zip(asked, proposals, strict=True):
+            request.draft_token_ids = drafts
+
+    def observe(self, request: Request, num_drafts: int, num_accepted: int, num_kept: int) -> None:
+        """A run was verified; of the accepted drafts `num_kept` were not behind the end."""
+        if not num_drafts:
+            return
+        self._depth.observe_drafts(request.request_id, num_drafts, num_accepted)
+        request.num_accepted_drafts += num_kept
+        request.num_rejected_drafts += num_drafts - num_kept
+        self._num_drafts += 1
+        self._num_draft_tokens += num_drafts
+        self._num_accepted_tokens += num_kept
+        for position in range(num_kept):
+            self._accepted_per_pos[position] += 1
+
+    def observe_pass(self, num_rows: int, seconds: float) -> None:
+        """A pass of decoding requests alone, drafts included."""
+        self._depth.observe_pass(num_rows, seconds)
+
+    def finish(self, request: Request) -> None:
+        """A request is over; what it generated may teach the drafter."""
+        if request.num_output_tokens:  # without any it was never drafted for
+            self._depth.finish(request.request_id)
+            self._drafter.finish(_context(request, 0))
+
+    def report(self, stats: EngineStats) -> None:
+        """Enter the counters."""
+        stats.spec_num_drafts = self._num_drafts
+        stats.spec_num_draft_tokens = self._num_draft_tokens
+        stats.spec_num_accepted_tokens = self._num_accepted_tokens
+        stats.spec_accepted_per_pos = list(self._accepted_per_pos)
+        stats.drafter_failures = {str(k): n for k, n in self._drafter.failures.items()}
+
+
+def _context(request: Request, max_tokens: int) -> DraftContext:
+    return DraftContext(
+        request_id=request.request_id,
+        token_ids=TokenView(request.token_ids),
+        max_tokens=max_tokens,
+        salt=request.salt,
+        num_prompt_tokens=request.num_prompt_tokens,
+        params=request.params,
+        seed=request.seed,
+    )
