@@ -55,11 +55,12 @@ def _free_port() -> int:
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + READY_TIMEOUT
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with exit code {process.returncode}")
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
-                return
-        time.sleep(0.1)
+    with httpx.Client(base_url=url, timeout=5) as client:  # a new one per try costs the server time
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with exit code {process.returncode}")
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get("/ready").status_code == 200:
+                    return
+            time.sleep(0.1)
     raise RuntimeError(f"the server was not ready within {READY_TIMEOUT:.0f} s")

@@ -26,6 +26,7 @@ import itertools
 import json
 import random
 import shlex
+import signal
 import statistics
 import sys
 import time
@@ -331,6 +332,11 @@ async def measure(
         for name in order:
             done = await ask_all(servers[name], questions, salt, options.max_tokens)
             getattr(cell, name).append(done)
+        ratio = cell.on[-1].decode / cell.off[-1].decode
+        told = (
+            f"{salt}: {cell.off[-1].decode:.1f} and {cell.on[-1].decode:.1f} tokens/s, {ratio:.2f}"
+        )
+        print(told, file=sys.stderr, flush=True)  # minutes lie between two of them
         for question, answer in zip(questions, cell.off[-1].answers, strict=True):
             cell.repeated.append(repeated_share(answer))
             if question.expected is not None:
@@ -400,6 +406,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print the beginning of one answer")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every figure there")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
     if unknown := set(options.workloads) - set(WORKLOADS):
         parser.error(f"no workload {', '.join(sorted(unknown))}")
     both = shlex.split(options.serve)

@@ -326,9 +326,10 @@ def _num_blocks(
     assert kv_memory is not None
     num_blocks = kv_memory // block_bytes
     if num_blocks < least:
+        beside = "" if kv_memory == config.kv_memory else " beside the draft model's"
         raise StartupError(
-            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {block_bytes} bytes,"
-            f" and this model needs {least} at least; raise it or lower --block-size"
+            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {block_bytes} bytes"
+            f"{beside}, and this model needs {least} at least; raise it or lower --block-size"
         )
     return num_blocks
 

@@ -30,17 +30,8 @@ _OWN_GRAM = 2  # shortest match in a request's own tokens
 _OTHERS_GRAM = 4  # in those of others, of which there are many more: fewer tokens match by chance
 _TRAIL_MATCH = 8  # tokens of a match that leaves a trail
 _TRAIL_LENGTH = 32  # tokens until a trail is cold
-_TRAIL_SHIFTS = (
-    0,
-    1,
-    -1,
-    2,
-    -2,
-    3,
-    -3,
-    4,
-    -4,
-)  # tokens left out or put in; the likelier ones first
+# Tokens that may have been left out since a trail was left, or put in; the likelier ones first.
+_TRAIL_SHIFTS = (0, 1, -1, 2, -2, 3, -3, 4, -4)
 
 # Kinds of matches, by where they are and how long: 2, 3, 4-5, 6-8, 9-15, 16-31, more.
 _LENGTHS = (2, 3, 4, 6, 9, 16, 32)

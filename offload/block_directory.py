@@ -32,6 +32,7 @@ from offload.block_file import BlockName
 from offload.draft import Draft, charged_bytes, create_draft
 from offload.ledger import Account, Ledger
 from offload.record_io import read_record, write_all
+from offload.side_claim import SideClaims, hold_claim
 from offload.store_changes import (
     directory_bytes,
     rename_into_place,
@@ -72,14 +73,22 @@ class BlockDirectory:
     """The block files of one fingerprint in a directory that may be shared."""
 
     def __init__(
-        self, directory: Path, fingerprint: bytes, block_bytes: int, capacity_bytes: int
+        self,
+        directory: Path,
+        fingerprint: bytes,
+        block_bytes: int,
+        capacity_bytes: int,
+        side_bytes: int = 0,
     ) -> None:
-        """Create and open; nothing is scanned yet. Raises TierOpenError."""
+        """Create, open, and claim `side_bytes` for the side store; nothing is scanned yet. Raises
+        TierOpenError."""
         self._path = directory
         self._fingerprint = fingerprint
         self._name = fingerprint.hex()
         self._block_bytes = block_bytes
         self._capacity_bytes = capacity_bytes
+        self._side_bytes = side_bytes
+        self._claim_fd: int | None = None
         self._token = f"{os.getpid()}.{secrets.token_hex(4)}"
         # Epoch, descriptor, counter, names; never taken by the planner. After the ledger's.
         self._lock = threading.Lock()
@@ -96,6 +105,7 @@ class BlockDirectory:
                 self.unit_bytes = max(512, os.fstatvfs(self._dir_fd).f_bsize)  # of growth
                 self._ledger = Ledger(self._dir_fd, self._measure)
                 self._probe()
+                self._claim()
             except OSError as error:
                 raise TierOpenError(_open_message(directory, error)) from error
             opened.pop_all()
@@ -134,6 +144,26 @@ class BlockDirectory:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
+    def _claim(self) -> None:
+        """Others must leave room for our side store from now on. On a full disk it has none."""
+        if not self._side_bytes:
+            return
+        try:
+            with self._accounting() as account:
+                self._hold_claim()
+                account.charge(self._side_bytes)  # for surveys that have looked already
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _hold_claim(self) -> None:
+        if not self._side_bytes:
+            return
+        fd = hold_claim(self._dir_fd, self._name, self._side_bytes)
+        if self._claim_fd is not None:
+            os.close(self._claim_fd)
+        self._claim_fd = fd
+
     def needed_bytes(self, num_tokens: int) -> int:
         """What storing a block may add at most, directories included."""
         record_bytes = block_file.record_bytes(num_tokens, self._block_bytes)
@@ -155,6 +185,7 @@ class BlockDirectory:
         fresh = self._open()
         os.dup2(fresh, self._dir_fd, inheritable=False)
         os.close(fresh)
+        self._hold_claim()
 
     def store(
         self,
@@ -329,6 +360,7 @@ class BlockDirectory:
         with suppress(OSError), self._accounting() as account:
             mark = account.mark()
         inventory = Inventory(self._name, self._block_bytes, request.known)
+        claims = SideClaims(self._dir_fd)
         scanned = 0
         expired: list[StoreFile] = []
         for file in scan(self._dir_fd):
@@ -344,7 +376,11 @@ class BlockDirectory:
                 expired.append(file)
             else:
                 inventory.add(file)
+            if file.kind is Kind.SIDE:
+                claims.add(file)
             scanned += file.physical_bytes
+        inventory.adjust(claims.growth)
+        scanned += claims.growth
         for file in expired:
             change = self._remove_expired(file, request.expire_before)
             if change is None:
@@ -372,7 +408,12 @@ class BlockDirectory:
         )
 
     def _measure(self) -> int:
-        return sum(future_bytes(file, self.unit_bytes) for file in scan(self._dir_fd))
+        claims, total = SideClaims(self._dir_fd), 0
+        for file in scan(self._dir_fd):
+            if file.kind is Kind.SIDE:
+                claims.add(file)
+            total += future_bytes(file, self.unit_bytes)
+        return total + claims.growth
 
     def _remove_expired(self, file: StoreFile, before: float) -> int | None:
         """Change in directory bytes; None if it stays."""
@@ -482,6 +523,9 @@ class BlockDirectory:
             raise
 
     def close(self) -> None:
+        if self._claim_fd is not None:
+            os.close(self._claim_fd)
+            self._claim_fd = None
         os.close(self._dir_fd)
 
     @contextmanager

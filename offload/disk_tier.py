@@ -75,14 +75,12 @@ class DiskTier:
         block_bytes: int,
         capacity_bytes: int,
         ttl_seconds: float,
-        side_bytes: int,
         name: str,
         clock: Callable[[], float],
     ) -> None:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self.ttl_seconds = ttl_seconds
-        self._side_bytes = side_bytes
         self._clock = clock
         self._directory = directory
         self._block_bytes = block_bytes
@@ -118,18 +116,17 @@ class DiskTier:
         """Create or reopen the tier in `path` and index what it holds, by names and `stat` alone.
 
         With `ttl_seconds`, a block unused for longer counts as none and its file is removed.
-        `side_bytes` are left free for the side store, which grows unseen between two surveys.
+        `side_bytes` are claimed for the side store, which grows unseen between two surveys.
         Blocking, for startup, in any thread. Raises TierOpenError.
         """
         if len(fingerprint) != 32:
             raise ValueError(f"a fingerprint of {len(fingerprint)} bytes, not 32")
-        directory = BlockDirectory(path, fingerprint, block_bytes, capacity_bytes - side_bytes)
+        directory = BlockDirectory(path, fingerprint, block_bytes, capacity_bytes, side_bytes)
         tier = cls(
             directory,
             block_bytes=block_bytes,
             capacity_bytes=capacity_bytes,
             ttl_seconds=ttl_seconds,
-            side_bytes=side_bytes,
             name=name,
             clock=clock,
         )
@@ -194,7 +191,7 @@ class DiskTier:
 
     @property
     def _used_bytes(self) -> int:
-        return self._index.num_bytes + self._other_bytes + self._extra_bytes + self._side_bytes
+        return self._index.num_bytes + self._other_bytes + self._extra_bytes
 
     def reserve(self, key: BlockKey, meta: BlockMeta | None) -> Reservation | None:
         if meta is None:

@@ -8,7 +8,8 @@
         .tmp.<pid>.<token>.<n>              0600  being written; its writer holds a lock on it
       .ledger                               0600  how many bytes all this occupies, see ledger
       <fingerprint, 64 hex>.side*           0600  small records beside its blocks, see side_file;
-                                                  .side.bad was found damaged
+                                                  .side.bad was found damaged, and
+                                                  .side.claim.* see side_claim
       .trash.<pid>.<token>.<n>/             what a reset renamed away; nobody reads it
 
 A name says what an index wants to know without opening the file: the block, and the beginnings of

@@ -84,7 +84,7 @@ class Inventory:
         self._other_bytes += file.physical_bytes
 
     def adjust(self, num_bytes: int) -> None:
-        """Directories have changed by this much since they were added."""
+        """Directories have changed by this much since they were added, or side files may."""
         self._other_bytes += num_bytes
 
     def _is_ours(self, file: StoreFile) -> bool:

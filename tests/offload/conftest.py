@@ -23,10 +23,17 @@ def open_disk(store: Path) -> Iterator[Callable[..., DiskTier]]:
     tiers: list[DiskTier] = []
 
     def open_(
-        capacity: int = 64 << 20, fingerprint: bytes = FINGERPRINT, path: Path = store
+        capacity: int = 64 << 20,
+        fingerprint: bytes = FINGERPRINT,
+        path: Path = store,
+        side_bytes: int = 0,
     ) -> DiskTier:
         tier = DiskTier.open(
-            path, fingerprint=fingerprint, block_bytes=BLOCK_BYTES, capacity_bytes=capacity
+            path,
+            fingerprint=fingerprint,
+            block_bytes=BLOCK_BYTES,
+            capacity_bytes=capacity,
+            side_bytes=side_bytes,
         )
         tiers.append(tier)
         return tier

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from offload import block_directory
 from offload.disk_tier import DiskTier
 from offload.ledger import LEDGER_NAME, Ledger
+from offload.store_scan import StoreFile, side_path
 from offload.tier import RoomTakenError
 from tests.offload.harness import (
     BLOCK_BYTES,
@@ -143,6 +146,97 @@ def test_room_taken_since_the_last_survey_is_not_written_into(
         tries += 1
     assert tries <= 2  # it has learned how much to evict
     assert physical_bytes(store) <= capacity
+
+
+SIDE_BYTES = 5 * RECORD_BYTES
+
+
+def fill_side(store: Path, fingerprint: bytes, num_bytes: int = SIDE_BYTES) -> None:
+    side_path(store, fingerprint).write_bytes(b"x" * num_bytes)
+
+
+def occupied_bytes(tier: DiskTier) -> int:
+    with tier._directory._accounting() as account:
+        return account.occupied
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 2])
+def test_side_files_that_grow_between_two_surveys_stay_under_the_cap(
+    num_others: int, open_disk: OpenDisk, store: Path
+) -> None:
+    capacity = 30 * RECORD_BYTES
+    others = [bytes([number]) * 32 for number in range(num_others)]
+    ours = open_disk(capacity, side_bytes=SIDE_BYTES)
+    for fingerprint in others:  # unheard of by ours, which has made its survey
+        open_disk(capacity, fingerprint, side_bytes=SIDE_BYTES)
+    for number in range(60):
+        while isinstance(error := store_block(ours, number), RoomTakenError):
+            pass  # it learns how much to evict
+        assert error is None
+    for fingerprint in (FINGERPRINT, *others):
+        fill_side(store, fingerprint)
+    filled = physical_bytes(store)
+    assert filled <= capacity
+    assert filled > capacity - 4 * RECORD_BYTES  # and no room is lost
+
+
+def test_what_is_claimed_counts_once_and_while_somebody_lives(
+    open_disk: OpenDisk, store: Path
+) -> None:
+    def theirs(side_bytes: int) -> DiskTier:
+        return DiskTier.open(
+            store,
+            fingerprint=OTHER,
+            block_bytes=BLOCK_BYTES,
+            capacity_bytes=64 << 20,
+            side_bytes=side_bytes,
+        )
+
+    ours, first = open_disk(), theirs(SIDE_BYTES)
+
+    def seen() -> tuple[int, int]:
+        ours.absorb(ours.survey(ours.begin_survey()))
+        return ours._used_bytes - physical_bytes(store), occupied_bytes(ours) - ours._used_bytes
+
+    assert seen() == (SIDE_BYTES, 0)
+    fill_side(store, OTHER, 2 * 4096)
+    assert seen() == (SIDE_BYTES - 2 * 4096, 0)
+    fill_side(store, OTHER, SIDE_BYTES + 4096)
+    assert seen() == (0, 0)  # more than was claimed counts as it lies
+    fill_side(store, OTHER, 4096)
+    (store / f"{OTHER.hex()}.side.bad").write_bytes(bytes(2 * 4096))
+    assert seen() == (SIDE_BYTES - 4096, 0)  # what was set aside is beside it
+    (store / LEDGER_NAME).unlink()
+    assert occupied_bytes(ours) == ours._used_bytes  # made anew, too
+    second = theirs(2 * SIDE_BYTES)
+    assert seen() == (2 * SIDE_BYTES - 4096, 0)
+    second.close()
+    assert seen() == (SIDE_BYTES - 4096, 0)
+    first.close()
+    assert seen() == (0, 0)
+
+
+def test_a_survey_that_looked_before_a_claim_does_not_undo_it(
+    open_disk: OpenDisk, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = open_disk()
+    plain_scan = block_directory.scan
+
+    def scan(dir_fd: int) -> Iterator[StoreFile]:
+        yield from plain_scan(dir_fd)
+        monkeypatch.setattr(block_directory, "scan", plain_scan)
+        open_disk(fingerprint=OTHER, side_bytes=SIDE_BYTES)
+
+    monkeypatch.setattr(block_directory, "scan", scan)
+    ours.absorb(ours.survey(ours.begin_survey()))
+    assert occupied_bytes(ours) >= physical_bytes(store) + SIDE_BYTES
+
+
+def test_a_claim_comes_back_with_a_store_that_was_removed(open_disk: OpenDisk, store: Path) -> None:
+    ours, theirs = open_disk(), open_disk(fingerprint=OTHER, side_bytes=SIDE_BYTES)
+    shutil.rmtree(store)
+    assert occupied_bytes(theirs) == physical_bytes(store) + SIDE_BYTES
+    assert occupied_bytes(ours) == physical_bytes(store) + SIDE_BYTES
 
 
 def test_the_ledger_is_exact_when_nobody_writes(open_disk: OpenDisk, store: Path) -> None:
