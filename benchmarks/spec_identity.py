@@ -174,8 +174,10 @@ async def run(options: argparse.Namespace, cache_dir: Path) -> list[Verdict]:
                 model=options.model,
                 cache_dir=cache_dir,
                 dtype=options.dtype,
+                threads=options.threads,
                 speculative=spec,
                 speculative_tokens=options.speculative_tokens,
+                speculative_depth="fixed",  # whether drafts pay is not asked here
                 max_num_seqs=options.at_once,
                 max_queue=4 * options.num_prompts,
                 cpu_tier=0,
@@ -250,6 +252,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--speculative-tokens", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=32, help="requests at a time")
+    parser.add_argument("--threads", type=int, help="of each engine (one per core)")
     parser.add_argument("--dtype", default="float32", choices=list(NEAR_TIES))
     parser.add_argument(
         "--near-tie", type=float, nargs=2, metavar=("MARGIN", "DISTANCE"), help="greedy, seeded"

@@ -3,8 +3,9 @@
     python benchmarks/speculation.py                        --speculative ngram against off
     python benchmarks/speculation.py draft:DIR --streams 1 --pairs 5 --json figures.json
 
-    copy     a text and "the same text again": raw completion, so that the model does copy
-    edit     a text and the same with one word replaced throughout, after one example of that
+    copy     a text, "the same text again" and its first words, after one example of that: raw
+             completion, so that the model does copy (the column `copied` says how much of it)
+    edit     the same with one word replaced throughout
     chat     the second turn of a chat, which asks for what was said in the first
     prose    a text goes on; greedy, so the model soon repeats itself
     story    the same at temperature 0.8 with a seed: hardly anything repeats
@@ -40,6 +41,7 @@ import httpx
 from own_server import own_server
 from real_texts import Passages, rename
 
+BEGUN = 12  # words of a copy that the prompt already has: with fewer the model goes elsewhere
 COUNTERS = {
     "runs": "spec_decode_num_drafts_total",
     "drafted": "spec_decode_num_draft_tokens_total",
@@ -61,10 +63,10 @@ class Question:
 
 
 def copy(passages: Passages, max_tokens: int, rng: random.Random) -> Question:
-    words = passages.take(max_tokens).split()
-    text, begun = " ".join(words), " ".join(words[:5])
-    prompt = f"{text}\n\nThe same text again, word for word:\n\n{begun}"
-    return _completion(prompt, " ".join(words[5:]))
+    shot, text = passages.take(30), passages.take(max_tokens)
+    begun, rest = _split(text)
+    prompt = f"Text: {shot}\n\nThe same text again: {shot}\n\n\n"
+    return _completion(f"{prompt}Text: {text}\n\nThe same text again: {begun}", rest)
 
 
 def edit(passages: Passages, max_tokens: int, rng: random.Random) -> Question:
@@ -72,12 +74,16 @@ def edit(passages: Passages, max_tokens: int, rng: random.Random) -> Question:
     parts = []
     for passage in (shot, text):
         old, new, edited = rename(passage, rng)
-        parts.append(
-            f'Replace the word "{old}" by "{new}" in this text.\n\n'
-            f"Text: {passage}\n\nWith {new} instead of {old}: "
-        )
+        parts.append(f"Text: {passage}\n\nThe same text with {new} instead of {old}: ")
         parts.append(f"{edited}\n\n\n")
-    return _completion("".join(parts[:-1]).rstrip(), edited)
+    begun, rest = _split(edited)
+    return _completion("".join(parts[:-1]) + begun, rest)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The first words, which the answer is made to begin with, and the others."""
+    words = text.split()
+    return " ".join(words[:BEGUN]), " ".join(words[BEGUN:])
 
 
 def chat(passages: Passages, max_tokens: int, rng: random.Random) -> Question:

@@ -34,7 +34,7 @@ class SuffixIndex:
     """Sequences of token ids, with a search for what matches the end of a text in them.
 
     Adding a token takes O(1), a search O(`MAX_CANDIDATES` + `LONGEST_MATCH`). Positions count the
-    separators too. At most 60 bytes per token, except in an index of less than 100 tokens.
+    separators too. At most 80 bytes per token, but 2 KiB in all are the least.
     """
 
     def __init__(self, gram: int) -> None:

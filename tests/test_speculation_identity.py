@@ -37,7 +37,7 @@ NUM_DRAFTS = 5
 RUN = NUM_DRAFTS + 1  # tokens of a run whose drafts are all accepted
 LENGTH = 24
 SPACIOUS = {"kv_blocks": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "max_queue": 999}
-DRAFTERS = ["AlwaysWrongDrafter", "RandomAcceptanceDrafter", "OracleDrafter"]
+DRAFTERS = ["AlwaysWrongDrafter", "RandomAcceptanceDrafter", "OracleDrafter", "ngram"]
 ACCEPTING = DRAFTERS[1:]
 
 
@@ -136,8 +136,9 @@ async def test_whatever_the_sampler_is_asked_for(
     for answer, expected in zip(answers, alone, strict=True):
         assert_identical(answer, expected)
     assert stats.drafter_failures == {}
-    assert stats.spec_num_draft_tokens > 100
-    assert (stats.spec_num_accepted_tokens > 100) is (drafter in ACCEPTING)
+    enough = 25 if drafter == "ngram" else 100  # it drafts where the answer repeats itself
+    assert stats.spec_num_draft_tokens > enough
+    assert (stats.spec_num_accepted_tokens > enough) is (drafter in ACCEPTING)
 
 
 async def test_accepted_runs_stream_as_one_event_each(
