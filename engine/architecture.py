@@ -120,8 +120,8 @@ def sliding_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(int(window) if kind == WINDOW else None for kind in kinds)
 
 
-def max_model_len(config: Any, asked: int | None) -> int:
-    """Tokens that a request may have in all.
+def max_model_len(config: Any, asked: int | None, *, clip: bool = False) -> int:
+    """Tokens that a request may have in all; with `clip` as many of those asked for as there are.
 
     Raises:
         StartupError: more are asked for than the model's positions reach, or neither is known.
@@ -133,6 +133,8 @@ def max_model_len(config: Any, asked: int | None) -> int:
         return asked
     if asked is None or asked <= own or _is_dynamic(config):
         return int(asked or own)
+    if clip:
+        return int(own)
     raise StartupError(
         f"--max-model-len {asked} exceeds the model's {own} positions; give at most {own}"
     )

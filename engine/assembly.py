@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +16,12 @@ from engine.block_hash import kv_fingerprint
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.draft_depth import DraftDepth
-from engine.drafter_loader import NGRAM, build_drafter, find_drafter_class
+from engine.drafter_loader import (
+    NGRAM,
+    build_drafter,
+    draft_model_of,
+    find_drafter_class,
+)
 from engine.errors import StartupError
 from engine.guarded_drafter import DrafterThread, GuardedDrafter
 from engine.kv_cache_manager import KVCacheManager
@@ -41,6 +46,7 @@ from offload.store_scan import side_path
 from offload.tier import Tier, TierOpenError
 
 if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
+    from engine.draft_model import ModelDrafter
     from engine.model_loader import LoadedModel
     from engine.model_runner import ModelRunner
 
@@ -137,6 +143,7 @@ class _Model:
     num_blocks: int
     block_bytes: int
     fingerprint: bytes
+    drafter: ModelDrafter | None  # None: --speculative names no draft model
 
 
 def _assemble_on_torch_thread(
@@ -147,7 +154,7 @@ def _assemble_on_torch_thread(
     model = _load(config, progress)
     threshold, tiers = _test_and_open_tiers(model, config, progress)
     info = model.loaded.info
-    drafter = _guarded_drafter(config, drafter_class, info)
+    drafter = _guarded_drafter(config, drafter_class, model, torch_thread)
     wake = Wake()
     side = _open_side_store(config, model.fingerprint, tiers)
     offload = OffloadManager(tiers, block_bytes=model.block_bytes, wake=wake)
@@ -202,19 +209,22 @@ def _assemble_on_torch_thread(
 
 
 def _guarded_drafter(
-    config: EngineConfig, drafter_class: type | None, info: ModelInfo
+    config: EngineConfig, drafter_class: type | None, model: _Model, torch_thread: Executor
 ) -> GuardedDrafter | None:
+    vocab_size = model.loaded.info.vocab_size
+    if model.drafter is not None:
+        return GuardedDrafter(model.drafter, vocab_size=vocab_size, post=torch_thread.submit)
     if drafter_class is None:
         return None
     drafter = build_drafter(
         config.speculative,
         drafter_class,
-        vocab_size=info.vocab_size,
+        vocab_size=vocab_size,
         max_tokens=config.speculative_tokens,
     )
     # Somebody else's may take its time; ours costs less than handing the call to a thread.
     thread = None if config.speculative == NGRAM else DrafterThread()
-    return GuardedDrafter(drafter, vocab_size=info.vocab_size, thread=thread)
+    return GuardedDrafter(drafter, vocab_size=vocab_size, thread=thread)
 
 
 def _speculation(config: EngineConfig, drafter: GuardedDrafter | None) -> Speculation | None:
@@ -228,6 +238,7 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     import torch  # the heaviest import; it belongs to this thread like everything torch does
 
     from engine import attention
+    from engine.draft_loading import build_model_drafter, divide_kv_memory, load_draft_model
     from engine.kernels import load_kernels
     from engine.kv_cache import KVCache
     from engine.model_loader import load_model
@@ -246,10 +257,19 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
         block_size=config.block_size,
         dtype=info.dtype,
     )
-    num_blocks = _num_blocks(config, layout.block_bytes, groups)
+    kv_memory, draft_memory, draft = config.kv_memory, None, None
+    if draft_model_of(config.speculative) is not None:
+        draft = load_draft_model(config, config.speculative, loaded, progress)
+        if kv_memory is not None:
+            token_bytes = len(groups) * layout.token_bytes
+            kv_memory, draft_memory = divide_kv_memory(kv_memory, token_bytes, draft.token_bytes)
+    num_blocks = _num_blocks(config, kv_memory, layout.block_bytes, groups)
     device = next(loaded.model.parameters()).device
     cache = KVCache(num_blocks, layout, device)
     runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)
+    drafter = None
+    if draft is not None:
+        drafter = build_model_drafter(config, draft, info, kernels, draft_memory, progress)
     fingerprint = kv_fingerprint(
         info.fingerprint,
         kv_dtype=info.dtype,
@@ -257,7 +277,7 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
         block_size=config.block_size,
         format_version=KV_FORMAT_VERSION,
     )
-    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint)
+    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint, drafter)
 
 
 def _test_and_open_tiers(
@@ -291,8 +311,11 @@ def _test(model: _Model, config: EngineConfig, progress: ProgressFn) -> float | 
     return calibrate(model.runner, model.loaded.info, config.block_size, model.num_blocks)
 
 
-def _num_blocks(config: EngineConfig, block_bytes: int, groups: Sequence[KVGroup]) -> int:
-    """Blocks of the device pool; every group of a request's layers needs one at least."""
+def _num_blocks(
+    config: EngineConfig, kv_memory: int | None, block_bytes: int, groups: Sequence[KVGroup]
+) -> int:
+    """Blocks of the device pool, which has `kv_memory` of `config.kv_memory` bytes; every group of
+    a request's layers needs one at least."""
     least = len(groups)
     if config.kv_blocks is not None:
         if config.kv_blocks < least:
@@ -300,12 +323,13 @@ def _num_blocks(config: EngineConfig, block_bytes: int, groups: Sequence[KVGroup
                 f"--kv-blocks {config.kv_blocks} is too few: this model needs {least} at least"
             )
         return config.kv_blocks
-    assert config.kv_memory is not None
-    num_blocks = config.kv_memory // block_bytes
+    assert kv_memory is not None
+    num_blocks = kv_memory // block_bytes
     if num_blocks < least:
+        beside = "" if kv_memory == config.kv_memory else " beside the draft model's"
         raise StartupError(
-            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {block_bytes} bytes,"
-            f" and this model needs {least} at least; raise it or lower --block-size"
+            f"--kv-memory {config.kv_memory} holds {num_blocks} KV blocks of {block_bytes} bytes"
+            f"{beside}, and this model needs {least} at least; raise it or lower --block-size"
         )
     return num_blocks
 

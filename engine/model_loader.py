@@ -74,12 +74,17 @@ def has_native_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def load_model(
-    config: EngineConfig, progress: ProgressFn, *, attention: str = ATTENTION
+    config: EngineConfig,
+    progress: ProgressFn,
+    *,
+    attention: str = ATTENTION,
+    clip_len: bool = False,
 ) -> LoadedModel:
     """Load MODEL with its weights mapped from disk, in eval mode, without gradients.
 
     `progress` gets the phases "resolving", "hashing", "converting" and "loading". `attention` names
-    the function registered with transformers that computes attention.
+    the function registered with transformers that computes attention. With `clip_len` a
+    `max_model_len` beyond the model's positions is lowered to them.
 
     Raises:
         StartupError: for every failure; one line with the cause and the mend.
@@ -91,7 +96,7 @@ def load_model(
     directory = _directory(source, dtype, config.cache_dir, memo, progress)
     model_config = _read_config(directory)
     files = weight_files(directory)
-    max_model_len = architecture.max_model_len(model_config, config.max_model_len)
+    max_model_len = architecture.max_model_len(model_config, config.max_model_len, clip=clip_len)
     tokenizer = load_tokenizer(directory)
     digests = [memo.digest(path, progress) for path in files]
 

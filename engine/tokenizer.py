@@ -79,6 +79,10 @@ class Tokenizer:
         """Ids of `text`; special tokens written in it become their ids."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token by its spelling in the vocabulary, special ones too."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
     @functools.cached_property
     def longest_token_bytes(self) -> int:
         """Bytes of the longest token; n bytes of text make at least n / this tokens."""

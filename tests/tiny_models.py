@@ -18,6 +18,8 @@ import torch
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.make_draft import write_draft
+
 VOCAB_SIZE = 384
 HIDDEN = 64
 BOS, EOS, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -108,6 +110,12 @@ def make_tiny_model(
         model.save_pretrained(directory)
     make_tiny_tokenizer(directory)
     return directory
+
+
+def make_draft_model(target: Path, directory: Path, num_layers: int) -> Path:
+    """Write the first layers of `target` into the new `directory`, which is returned: right now
+    and then. One of all layers is always right; `make_tiny_model` of another seed nearly never."""
+    return write_draft(target, directory, num_layers)
 
 
 def make_tiny_tokenizer(directory: Path) -> None:
