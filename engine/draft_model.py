@@ -20,6 +20,7 @@ from engine.request import Request
 from engine.sampler import DrawRun, Sampled, SampleRow
 from engine.scheduler import MIXED_PREFILL_SHARE
 from engine.step import SequenceInput, StepInput
+from offload.tier import Forget
 
 if TYPE_CHECKING:
     from engine.model_runner import ModelRunner
@@ -161,9 +162,13 @@ class ModelDrafter:
             self._kv.conclude(shadow.request)
             self._kv.release(shadow.request)
 
-    def reset(self) -> None:
-        """Nothing computed until now is ever found again."""
-        self._kv.reset(shadow.request for shadow in self._shadows.values())
+    def forget(self, salts: Collection[str | None] | None) -> None:
+        """Nothing computed under these salts until now, or under any, is ever found again."""
+        where = None
+        if salts is not None:
+            roots = frozenset(root_hash(self._fingerprint, salt) for salt in salts)
+            where = Forget(roots=roots)
+        self._kv.reset([shadow.request for shadow in self._shadows.values()], where)
 
     def check(self) -> None:
         """Conservation laws, raising AssertionError."""

@@ -152,8 +152,8 @@ class GuardedDrafter:
 
         Never blocks, never raises.
         """
-        if self._forget is not None:
-            self._call(lambda: self._guarded(self._forget, salts))
+        if (forget := self._forget) is not None:
+            self._call(lambda: self._guarded(forget, salts))
 
     def _call(self, call: Call) -> None:
         if self._closed:

@@ -126,7 +126,7 @@ async def test_drafts_are_accepted_as_often_after_a_hit_of_the_target(
         cold = await accepted(engine, "a", "nowhere")
         assert await accepted(engine, "a", "device") == cold
         # Nor does it matter whether the draft model's own pages have anything left of it.
-        drafter_of(engine).reset()
+        drafter_of(engine).forget(None)
         assert await accepted(engine, "a", "device") == cold
         await evict_device(engine)
         assert await accepted(engine, "a", "disk") == cold

@@ -246,6 +246,15 @@ def test_salts_share_nothing(bench: Bench) -> None:
         assert bench.num_rows() == 2
 
 
+def test_a_salt_is_forgotten_and_the_others_stay(bench: Bench) -> None:
+    for salt in ("gone", "kept"):
+        bench.guess(context(PROMPT, 1, name=f"first {salt}", salt=salt))
+    bench.drafter.forget(["gone"])
+    for salt, num_rows in (("gone", len(PROMPT)), ("kept", 2)):
+        bench.guess(context(PROMPT, 1, name=f"again {salt}", salt=salt))
+        assert bench.num_rows() == num_rows
+
+
 def test_asked_rarely_it_computes_what_was_added(bench: Bench) -> None:
     bench.guess(context(PROMPT))
     longer = PROMPT + [(11 * i) % 300 for i in range(21)]
@@ -435,7 +444,7 @@ def test_logits_that_are_no_numbers_end_that_request_alone(bench: Bench, at_pass
 
 def test_after_a_reset_nothing_of_before_is_found(bench: Bench) -> None:
     bench.guess(context(PROMPT, 1))
-    bench.drafter.reset()
+    bench.drafter.forget(None)
     bench.drafter.finish("a")
     bench.guess(context(PROMPT, 1, name="b"))
     assert bench.num_rows() == len(PROMPT)
