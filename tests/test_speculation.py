@@ -54,7 +54,7 @@ async def test_accepted_and_rejected_add_up_in_answers_and_counters(
             assert (whole.num_accepted_drafts, whole.num_rejected_drafts) == wanted
         if drafter != "Oracle":
             return
-        # The prompt yields the first token, a run the five drafts behind it; one of them is the end.
+        # The prompt yields the first token, a run the five behind it; one of these is the end.
         end = next(i for i in range(1, NUM_DRAFTS) if truth[i] not in truth[:i])
         cut = await ask(engine, PROMPT, replace(greedy(24), stop_token_ids=(truth[end],)))
         assert (len(cut.token_ids), cut.num_accepted_drafts) == (end + 1, end)
