@@ -137,8 +137,8 @@ class EngineCore:
         self._expire_loads()
         transfers = self._gather_transfers()
         if self._speculation is not None:
-            prompts_rows = self.scheduler.num_prompt_rows_ahead()
-            await self._speculation.propose(self.scheduler.running, prompts_rows)
+            rows = self.scheduler.rows_ahead()
+            await self._speculation.propose(self.scheduler.decoding(), rows)
         plan = self.scheduler.schedule()
         self._note_scheduled()
         if not plan and not transfers.copies_out and not transfers.copies_in:
@@ -302,12 +302,18 @@ class EngineCore:
         """
         request, drafts = scheduled.request, scheduled.draft_token_ids
         live = self._live[request.request_id]
-        num_accepted = max(0, len(draws) - 1)
         kept = [draw for draw in draws if isinstance(draw, Sampled)]
+        num_accepted = max(0, len(kept) - 1)
         broken = next((draw for draw in draws if isinstance(draw, Unsampled)), None)
-        if broken is not None:  # logits that are no numbers: what the pass wrote proves nothing
+        if broken is not None and not drafts:
+            # Logits that are no numbers: what the pass wrote proves nothing.
             self._finish(live, FinishReason.ERROR, error=broken.error)
             return
+        if broken is not None:
+            # It may be a guess's own KV that is none, and that reaches the rows before it, too.
+            request.drafts_barred = True
+            if not kept:
+                return  # the same row again, alone
         request.prompt_logprobs.extend(prompt_logprobs)
         request.num_computed_tokens += scheduled.num_rows - len(drafts) + num_accepted
         if kept:

@@ -164,6 +164,8 @@ class ModelDrafter:
 
     def forget(self, salts: Collection[str | None] | None) -> None:
         """Nothing computed under these salts until now, or under any, is ever found again."""
+        for shadow in self._shadows.values():
+            shadow.guesses.clear()  # their slots would be believed once the target draws the same
         where = None
         if salts is not None:
             roots = frozenset(root_hash(self._fingerprint, salt) for salt in salts)

@@ -23,6 +23,7 @@ DEFAULT_DEADLINE = 0.25  # seconds
 FIRST_PAUSE = 1.0  # seconds without drafts after a call that was late
 LONGEST_PAUSE = 60.0
 MAX_PENDING_FINISHES = 4096
+MAX_PENDING_LESSONS = 64  # each holds all tokens of a request
 
 Call = Callable[[], object]
 
@@ -133,7 +134,7 @@ class GuardedDrafter:
             self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
             self._resume_at = self._clock() + self._pause
             return nothing
-        self._pause = 0.0
+        self._pause = 0.0 if self._pause <= FIRST_PAUSE else self._pause / 2
         return self._running.result() or nothing
 
     def finish(self, context: DraftContext, *, teaches: bool = True) -> None:
@@ -142,10 +143,14 @@ class GuardedDrafter:
 
         Never blocks, never raises.
         """
-        if self._thread and self._thread.num_waiting >= MAX_PENDING_FINISHES:
+        num_waiting = self._thread.num_waiting if self._thread else 0
+        if num_waiting >= MAX_PENDING_FINISHES:
             self._count(DraftFailure.UNFINISHED)
-        else:
-            self._call(lambda: self._finish(context, teaches))
+            return
+        request_id = context.request_id
+        is_lesson = self._remember is not None and teaches and num_waiting < MAX_PENDING_LESSONS
+        lesson = context if is_lesson else None
+        self._call(lambda: self._finish(request_id, lesson))
 
     def forget(self, salts: Collection[str | None] | None) -> None:
         """What the drafter learnt of these salts, or of all, must not be used any more.
@@ -200,10 +205,10 @@ class GuardedDrafter:
             self._count(DraftFailure.RAISED, error)
             return None
 
-    def _finish(self, context: DraftContext, teaches: bool) -> None:
-        if self._remember is not None and teaches:
-            self._guarded(self._remember, context)
-        self._guarded(self._drafter.finish, context.request_id)
+    def _finish(self, request_id: str, lesson: DraftContext | None) -> None:
+        if self._remember is not None and lesson is not None:
+            self._guarded(self._remember, lesson)
+        self._guarded(self._drafter.finish, request_id)
 
     def _guarded(self, method: Callable[[Any], object], argument: object) -> None:
         try:

@@ -67,6 +67,7 @@ class Request:
     cached: CachedTokens = field(default_factory=CachedTokens)
     recomputed_by_choice: int = 0
     num_preemptions: int = 0
+    drafts_barred: bool = False  # for one step
     teaches_drafter: bool = True  # until caches are reset under it
     num_accepted_drafts: int = 0  # tokens of its output that a drafter had guessed
     num_rejected_drafts: int = 0  # guesses that are not in its output

@@ -55,6 +55,14 @@ class ScheduledRequest:
         return request.num_computed_tokens + known == request.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class RowsAhead:
+    """Of the next step: rows that prompts will have, and rows that drafts may have."""
+
+    prompts: int
+    spare: int
+
+
 # Decides what of a hit to load beside how many other prompts; the rest is recomputed by choice.
 LoadChoice = Callable[[PrefixHit, int], LoadPlan]
 
@@ -77,6 +85,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self._num_admissions = 0
+        self._lacks_blocks = False  # at the last attempt, for who waits
 
     # --- queue ------------------------------------------------------------------------------
 
@@ -183,11 +192,24 @@ class Scheduler:
 
     # --- one step ---------------------------------------------------------------------------
 
-    def num_prompt_rows_ahead(self) -> int:
-        """About how many rows the next step gives to prompts beside answers that are streaming."""
+    def decoding(self) -> list[Request]:
+        """Who gets a token in the next step, and may have drafts."""
+        return [request for request in self.running if request.is_decoding]
+
+    def rows_ahead(self) -> RowsAhead:
+        """About what the next step has beside one row for each request that decodes."""
+        num_decoding = sum(request.is_decoding for request in self.running)
         known = sum(self._num_wanted(r) for r in self.running if not r.is_decoding)
-        queued = self.waiting and self.num_active < self.limits.max_num_seqs
-        return self._mixed_prefill_rows if queued else min(known, self._mixed_prefill_rows)
+        prompts = self._mixed_prefill_rows if self._expects_prompts() else 0
+        spare = self.limits.max_num_batched_tokens - num_decoding
+        if self._expects_prompts() or known:
+            spare -= self._mixed_prefill_rows
+        return RowsAhead(max(prompts, min(known, self._mixed_prefill_rows)), max(0, spare))
+
+    def _expects_prompts(self) -> bool:
+        """Whether somebody waits who would be admitted: there is a seat, and not only no block."""
+        is_seat_free = self.num_active < self.limits.max_num_seqs
+        return bool(self.waiting) and is_seat_free and not self._lacks_blocks
 
     def schedule(self) -> list[ScheduledRequest]:
         """Rows for the next pass: decodes first, then admissions, then prompt chunks."""
@@ -221,17 +243,31 @@ class Scheduler:
             and self._make_room(request, request.num_tokens)
         ]
         spare_rows = self.limits.max_num_batched_tokens - len(plan)
-        is_seat_free = self.num_active < self.limits.max_num_seqs
-        if (self.waiting and is_seat_free) or len(plan) < len(self.running):
+        if self._expects_prompts() or len(plan) < len(self.running):
             spare_rows = max(0, spare_rows - self._mixed_prefill_rows)
-        for scheduled in plan:
+        self._add_drafts(plan, spare_rows)
+        return plan
+
+    def _add_drafts(self, plan: list[ScheduledRequest], spare_rows: int) -> None:
+        """Rows are shared evenly: whoever has fewer drafts leaves more to the others.
+
+        While somebody waits to be admitted, drafts get no blocks that a request does not hold.
+        """
+        with_drafts = sorted(
+            (one for one in plan if one.request.draft_token_ids),
+            key=lambda one: len(one.request.draft_token_ids),
+        )
+        for position, scheduled in enumerate(with_drafts):
             request = scheduled.request
-            drafts, request.draft_token_ids = request.draft_token_ids[:spare_rows], []
+            share = spare_rows // (len(with_drafts) - position)
+            if self.waiting:
+                held = len(request.block_tables[0]) * self.kv.block_size - request.num_tokens
+                share = min(share, held)
+            drafts, request.draft_token_ids = request.draft_token_ids[:share], []
             if drafts and self.kv.grow(request, request.num_tokens + len(drafts)):
                 spare_rows -= len(drafts)
                 scheduled.num_rows += len(drafts)
                 scheduled.draft_token_ids = drafts
-        return plan
 
     def _make_room(self, request: Request, num_positions: int) -> bool:
         """Blocks for so many positions; preempts from the tail. False if `request` itself went."""
@@ -296,8 +332,10 @@ class Scheduler:
     # --- admission --------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
+        self._lacks_blocks = False
         while self.waiting and self.num_active < self.limits.max_num_seqs:
             if not self._admit(self._next_waiting()):
+                self._lacks_blocks = True
                 return
 
     def _next_waiting(self) -> Request:

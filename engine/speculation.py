@@ -9,6 +9,7 @@ from engine.draft_depth import DraftDepth
 from engine.drafter import DraftContext
 from engine.guarded_drafter import GuardedDrafter
 from engine.request import Request
+from engine.scheduler import RowsAhead
 from engine.stats import EngineStats
 from engine.token_view import TokenView
 
@@ -24,23 +25,24 @@ class Speculation:
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
 
-    async def propose(self, requests: Sequence[Request], num_prompt_rows: int) -> None:
-        """Drafts for those of the running `requests` that decode and have use for them.
+    async def propose(self, decoding: Sequence[Request], rows: RowsAhead) -> None:
+        """Drafts for those of the `decoding` requests of the next step that have use for them.
 
-        `num_prompt_rows` is how many rows of prompts the step will have beside them. Cancelling it
-        is not supported, as for the step.
+        Cancelling it is not supported, as for the step.
         """
-        decoding = [request for request in requests if request.is_decoding]
-        # The pass yields one token beyond the drafts.
-        rooms = [r.max_tokens - r.num_output_tokens - 1 for r in decoding]
-        wanted = [(r.request_id, room) for r, room in zip(decoding, rooms, strict=True)]
-        depths = self._depth.plan(wanted, num_prompt_rows)
+        wanted = [(request.request_id, _room(request)) for request in decoding]
+        depths = self._depth.plan(wanted, rows.prompts, rows.spare)
         asked = [(r, depth) for r, depth in zip(decoding, depths, strict=True) if depth > 0]
         if not asked:
             return
         started = time.perf_counter()
         proposals = await self._drafter.propose([_context(r, depth) for r, depth in asked])
-        self._depth.observe_proposal(max(map(len, proposals)), time.perf_counter() - started)
+        self._depth.observe_call(
+            max(depth for _, depth in asked),
+            time.perf_counter() - started,
+            len(asked),
+            sum(map(bool, proposals)),
+        )
         for (request, _), drafts in zip(asked, proposals, strict=True):
             request.draft_token_ids = drafts
 
@@ -78,6 +80,14 @@ class Speculation:
         stats.spec_num_accepted_tokens = self._num_accepted_tokens
         stats.spec_accepted_per_pos = list(self._accepted_per_pos)
         stats.drafter_failures = {str(k): n for k, n in self._drafter.failures.items()}
+
+
+def _room(request: Request) -> int:
+    """How many drafts are of use: a run yields one token beyond them."""
+    if request.drafts_barred:
+        request.drafts_barred = False
+        return 0
+    return request.max_tokens - request.num_output_tokens - 1
 
 
 def _context(request: Request, max_tokens: int) -> DraftContext:

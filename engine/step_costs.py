@@ -1,8 +1,9 @@
-"""What a decoding pass costs by its number of rows, as measured lately on this machine.
+"""What something costs by its size, as measured lately on this machine.
 
 Reading the weights dominates a pass over few rows, so one over 32 rows may cost hardly more than
 one over a single row, or thirty times as much where every row is computed by itself: only
-measuring tells. Medians keep the noise of a shared machine out.
+measuring tells. Medians keep the noise of a shared machine out, and what was measured long ago, or
+once, is not believed for long.
 """
 
 from __future__ import annotations
@@ -12,85 +13,100 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-# Until something is measured: so many rows double the seconds of a pass over one.
+# Until two sizes were measured: so many rows double the seconds of a pass over one.
 _ROWS_THAT_DOUBLE = 150.0
-_FIRST_GUESS = 0.03  # seconds of a pass over one row
+_LEAST_THAT_DOUBLES, _MOST_THAT_DOUBLE = 0.5, 1000.0
 _NUM_KEPT = 9  # measurements per size
 _ENOUGH = 3
-_LIFETIME = 2000  # passes after which a size that did not occur again is forgotten
-# Upper ends of the sizes told apart, in rows; between them a straight line is good enough.
+_FRESH = 400  # measurements of any size until those of one that did not occur again are old
+_FRESH_OF_FEW = 100  # the same for fewer than `_ENOUGH`
+# Upper ends of the sizes told apart; between them a straight line is good enough.
 _SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 
 
 @dataclass(slots=True)
-class _Size:
-    """Measurements of passes of about the same number of rows."""
+class _Measured:
+    """Measurements of about the same size."""
 
-    rows: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    sizes: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     last_seen: int = 0
 
+    @property
+    def is_trusted(self) -> bool:
+        return len(self.sizes) >= _ENOUGH
+
 
 class StepCosts:
-    """Measured seconds per pass; `seconds` interpolates."""
+    """Seconds by size, of passes by their rows for example; `seconds` interpolates."""
 
-    def __init__(self) -> None:
-        self._sizes: dict[int, _Size] = {}
-        self._num_passes = 0
-        self._points: list[tuple[float, float]] = []  # rows, seconds; both ascending
+    def __init__(self, first_guess: float = 0.03) -> None:
+        """`first_guess` is in seconds, for the smallest size as long as nothing was measured."""
+        self._first_guess = first_guess
+        self._measured: dict[int, _Measured] = {}
+        self._now = 0
+        self._points: list[tuple[float, float]] = []  # size, seconds; both ascending
+        self._doubling = _ROWS_THAT_DOUBLE  # beyond the points; outlives those it was learnt from
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """A pass over `num_rows` rows, each of which drew a token or verified a draft."""
-        self._num_passes += 1
-        size = self._sizes.setdefault(bisect.bisect_left(_SIZES, num_rows), _Size())
-        size.rows.append(num_rows)
-        size.seconds.append(seconds)
-        size.last_seen = self._num_passes
-        oldest = self._num_passes - _LIFETIME
-        self._sizes = {key: kept for key, kept in self._sizes.items() if kept.last_seen > oldest}
+    def observe(self, size: int, seconds: float) -> None:
+        """Something of `size` (rows, or drafts in a row) took `seconds`."""
+        self._now += 1
+        measured = self._measured.setdefault(bisect.bisect_left(_SIZES, size), _Measured())
+        measured.sizes.append(size)
+        measured.seconds.append(seconds)
+        measured.last_seen = self._now
+        self._measured = {key: m for key, m in self._measured.items() if self._is_fresh(m)}
         self._points = _ascending(
             [
-                (median(size.rows), median(size.seconds), len(size.rows))
-                for _, size in sorted(self._sizes.items())
+                (median(m.sizes), median(m.seconds), len(m.sizes))
+                for _, m in sorted(self._measured.items())
             ]
         )
 
-    def knows_from(self, num_rows: int) -> bool:
-        """Whether passes of `num_rows` rows or fewer were measured often enough to compare with."""
-        last = bisect.bisect_left(_SIZES, num_rows)
-        measured = (len(size.rows) for key, size in self._sizes.items() if key <= last)
-        return any(count >= _ENOUGH for count in measured)
+        if len(self._points) > 1:
+            (low, low_seconds), (high, high_seconds) = self._points[0], self._points[-1]
+            per_size = max(1e-12, (high_seconds - low_seconds) / (high - low))
+            doubling = max(0.0, low_seconds / per_size - low)
+            self._doubling = min(max(doubling, _LEAST_THAT_DOUBLES), _MOST_THAT_DOUBLE)
 
-    def seconds(self, num_rows: float) -> float:
-        """What a pass over `num_rows` rows is expected to take; never falls with the rows."""
+    def _is_fresh(self, measured: _Measured) -> bool:
+        lifetime = _FRESH if measured.is_trusted else _FRESH_OF_FEW
+        return self._now - measured.last_seen < lifetime
+
+    def knows_from(self, size: int) -> bool:
+        """Whether `size` or less was measured lately, and often enough to compare with."""
+        last = bisect.bisect_left(_SIZES, size)
+        return any(m.is_trusted for key, m in self._measured.items() if key <= last)
+
+    def seconds(self, size: float) -> float:
+        """What something of `size` is expected to take; never falls with the size."""
         points = self._points
         if not points:
-            return _FIRST_GUESS * _shape(num_rows)
-        index = bisect.bisect_left(points, (num_rows, 0.0))
+            return self._first_guess * self._shape(size)
+        index = bisect.bisect_left(points, (size, 0.0))
         if index == 0 or index == len(points):
-            rows, seconds = points[min(index, len(points) - 1)]
-            return seconds * _shape(num_rows) / _shape(rows)
+            nearest, seconds = points[min(index, len(points) - 1)]
+            return seconds * self._shape(size) / self._shape(nearest)
         (low, low_seconds), (high, high_seconds) = points[index - 1 : index + 1]
-        share = (num_rows - low) / (high - low)
+        share = (size - low) / (high - low)
         return low_seconds + share * (high_seconds - low_seconds)
 
-
-def _shape(num_rows: float) -> float:
-    return 1.0 + num_rows / _ROWS_THAT_DOUBLE
+    def _shape(self, size: float) -> float:
+        return 1.0 + size / self._doubling
 
 
 def _ascending(points: list[tuple[float, float, int]]) -> list[tuple[float, float]]:
-    """The nearest curve that never falls through (rows, seconds, weight): pool adjacent violators.
+    """The nearest curve that never falls through (size, seconds, weight): pool adjacent violators.
 
-    More rows never take less time: where they seem to, both measurements are noise around one cost.
+    More never takes less time: where it seems to, both measurements are noise around one cost.
     """
-    pools: list[tuple[list[float], float, float]] = []  # rows of its points, mean seconds, weight
-    for rows, seconds, weight in points:
-        members, mean, total = [rows], seconds, float(weight)
+    pools: list[tuple[list[float], float, float]] = []  # sizes of its points, mean seconds, weight
+    for size, seconds, weight in points:
+        members, mean, total = [size], seconds, float(weight)
         while pools and pools[-1][1] > mean:
             before, other, other_weight = pools.pop()
             members = before + members
             mean = (mean * total + other * other_weight) / (total + other_weight)
             total += other_weight
         pools.append((members, mean, total))
-    return [(rows, mean) for members, mean, _ in pools for rows in members]
+    return [(size, mean) for members, mean, _ in pools for size in members]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.async_engine import AsyncEngine
+from engine.sampler import Unsampled
 from engine.sampling_params import SamplingParams
+from engine.step import StepInput, StepOutput
 from tests import drafters
 from tests.running_engine import Answer, ask, greedy, running_engine
 
@@ -101,3 +103,37 @@ async def test_what_a_request_said_is_guessed_for_the_next_of_its_salt_alone(
         other = await ask(engine, PROMPT, params, cache_salt="b")
     assert again.num_accepted_drafts >= 15 > first.num_accepted_drafts
     assert other.num_accepted_drafts == first.num_accepted_drafts
+
+
+@pytest.mark.parametrize("num_whole", [0, 1, 3])
+async def test_a_guess_that_breaks_its_pass_ends_no_request(
+    tiny_llama: Path, kernel_cache: Path, truth: list[int], num_whole: int
+) -> None:
+    """KV that is no number reaches the rows before it, too; those are computed again alone."""
+    async with running_engine(
+        tiny_llama,
+        kernel_cache,
+        speculative="tests.drafters:OracleDrafter",
+        speculative_tokens=NUM_DRAFTS,
+    ) as engine:
+        runner = engine._core._runner
+        plain_execute, num_broken = runner.execute, 0
+
+        def execute(step: StepInput) -> StepOutput:
+            nonlocal num_broken
+            output = plain_execute(step)
+            draws = [list(drawn) for drawn in output.draws]
+            for sequence, drawn in zip(step.sequences, draws, strict=True):
+                if sequence.run is not None and sequence.run.draft_token_ids:
+                    drawn[min(num_whole, len(drawn) - 1) :] = [Unsampled("planted")]
+                    num_broken += 1
+            return replace(output, draws=draws)
+
+        runner.execute = execute  # type: ignore[method-assign]
+        answer = await ask(engine, PROMPT, greedy(24))
+        assert answer.error is None
+        assert answer.token_ids == truth
+        assert num_broken == {0: 11, 1: 11, 3: 6}[num_whole]
+        runner.execute = plain_execute  # type: ignore[method-assign]
+        again = await ask(engine, PROMPT, greedy(24))
+        assert again.token_ids == truth

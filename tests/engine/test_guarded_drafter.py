@@ -166,7 +166,7 @@ async def test_a_stuck_call_is_left_alone_until_it_returns(continuations):
         assert guard.failures == {"slow": 1, "stuck": 1}
 
 
-async def test_the_pause_after_late_calls_doubles_and_ends_with_a_timely_one(continuations):
+async def test_the_pause_after_late_calls_doubles_and_halves_with_timely_ones(continuations):
     now = 0.0
 
     async def late_call() -> None:
@@ -191,10 +191,14 @@ async def test_the_pause_after_late_calls_doubles_and_ends_with_a_timely_one(con
             await late_call()
             await paused_until(now + pause)
         assert await guard.propose([context(1, 2)]) == [[10, 11, 12]]
+        await late_call()  # half of it, doubled
+        await paused_until(now + 60.0)
+        for _ in range(7):  # 30, 15, 7.5, ... and none at last
+            assert await guard.propose([context(1, 2)]) == [[10, 11, 12]]
         await late_call()
         await paused_until(now + 1.0)
         assert await guard.propose([context(1, 2)]) == [[10, 11, 12]]
-        assert guard.failures == {"slow": 9, "stuck": 9}
+        assert guard.failures == {"slow": 10, "stuck": 10}
 
 
 async def test_cancellation_leaves_one_call_running(continuations):

@@ -4,7 +4,7 @@ import pytest
 
 from engine import scheduler as scheduler_module
 from engine.request import Request
-from engine.scheduler import ScheduledRequest
+from engine.scheduler import RowsAhead, ScheduledRequest
 from tests.engine.planning import make_request, make_scheduler, run_pass, run_to_end
 
 
@@ -205,16 +205,42 @@ def test_drafts_leave_prompts_their_share_of_the_rows() -> None:
     run_pass(scheduler, scheduler.schedule())
     prompt = make_request(20, max_tokens=1)
     scheduler.add(prompt)
-    for _ in range(3):  # first waiting, then running
+    for num_drafts in (1, 2, 2):  # while it waits, drafts get no block that is not held already
         for stream in streams:
             stream.draft_token_ids = [1, 2, 3, 4]
         plan = scheduler.schedule()
         assert rows(plan) == {
-            streams[0].request_id: 5,
-            streams[1].request_id: 1,
+            streams[0].request_id: 1 + num_drafts,
+            streams[1].request_id: 1 + num_drafts,
             prompt.request_id: 2,
         }
         run_pass(scheduler, plan)
+
+
+def test_rows_for_drafts_are_shared_and_what_one_does_not_use_is_the_others() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    streams = [make_request(2, max_tokens=50) for _ in range(3)]
+    for stream in streams:
+        scheduler.add(stream)
+    run_pass(scheduler, scheduler.schedule())
+    assert scheduler.rows_ahead() == RowsAhead(prompts=0, spare=13)
+    for stream, num_drafts in zip(streams, (9, 2, 9), strict=True):
+        stream.draft_token_ids = [1] * num_drafts
+    plan = scheduler.schedule()
+    assert list(rows(plan).values()) == [1 + 5, 1 + 2, 1 + 6]
+
+
+def test_rows_ahead_are_those_that_the_step_has() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16, num_blocks=8, max_num_seqs=4)
+    scheduler.add(make_request(2, max_tokens=50))
+    run_pass(scheduler, scheduler.schedule())
+    scheduler.add(make_request(3, max_tokens=2))
+    assert scheduler.rows_ahead() == RowsAhead(prompts=4, spare=11)
+    run_pass(scheduler, scheduler.schedule())
+    assert scheduler.rows_ahead() == RowsAhead(prompts=0, spare=14)
+    scheduler.add(make_request(30, max_tokens=2))
+    scheduler.schedule()  # the pool has no room for that one
+    assert scheduler.rows_ahead() == RowsAhead(prompts=0, spare=14)
 
 
 def test_finish_is_legal_in_every_state_and_frees_everything() -> None:
