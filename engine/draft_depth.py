@@ -12,8 +12,7 @@ drafts costs is measured first, and again from time to time: drafts cannot be sa
 that. (Goodput as the measure of a depth: Liu et al., "Optimizing Speculative Decoding for Serving
 Large Language Models Using Goodput", 2024; per request and per draft it is worked out here anew.)
 
-Where no draft pays, a few are tried all the same, for a hundredth of the time that steps take; one
-whose drafts were all right is tried again at once, twice as deep.
+Where no draft pays, a few are tried all the same, for a hundredth of the time that steps take.
 """
 
 from __future__ import annotations
@@ -78,8 +77,6 @@ class _Drafted:
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     last_drafted: int = 0  # the step
-    is_probing: bool = False  # its drafts in this step are a probe
-    next_probe: int = 0  # depth that its last probe has earned
 
 
 @dataclass(slots=True)
@@ -175,19 +172,18 @@ class DraftDepth:
         call = self._call_costs.seconds(_PROBE_DEPTH) if is_look else 0.0
         for i in sorted(range(len(states)), key=lambda i: states[i].last_drafted):
             state = states[i]
-            earned, state.next_probe, state.is_probing = state.next_probe, 0, False
             if planned[i]:
                 state.last_drafted = self._step
                 continue
             num_rows = len(states) + sum(planned)
-            depth = min(earned or _PROBE_DEPTH, int(rooms[i]), left)
+            depth = min(_PROBE_DEPTH, int(rooms[i]), left)
             price = call + self._pass_costs.seconds(num_rows + depth)
             price -= self._pass_costs.seconds(num_rows)
-            if depth <= 0 or self._credit <= 0.0 or (price > self._credit and not earned):
+            if depth <= 0 or price > self._credit:
                 continue
             if not is_look:
                 self._credit -= price
-            planned[i], state.is_probing, state.last_drafted = depth, True, self._step
+            planned[i], state.last_drafted = depth, self._step
             left -= depth
             call = 0.0
         if is_look and any(planned):
@@ -209,10 +205,8 @@ class DraftDepth:
         self._all.observe(num_drafts, num_accepted, _MEMORY_OF_ALL)
         state = self._requests.setdefault(request_id, _Drafted())
         state.acceptance.observe(num_drafts, num_accepted, _MEMORY)
-        if state.is_probing:
-            state.next_probe = 2 * num_drafts if num_accepted == num_drafts else 0
-            if self._look is not None:
-                self._look.num_accepted += num_accepted
+        if self._look is not None:
+            self._look.num_accepted += num_accepted
 
     def observe_pass(self, num_rows: int, seconds: float) -> None:
         """A pass of decoding requests alone, drafts included."""

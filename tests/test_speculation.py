@@ -133,7 +133,7 @@ async def test_a_guess_that_breaks_its_pass_ends_no_request(
         answer = await ask(engine, PROMPT, greedy(24))
         assert answer.error is None
         assert answer.token_ids == truth
-        assert num_broken == {0: 11, 1: 11, 3: 6}[num_whole]
+        assert num_broken == {0: 22, 1: 11, 3: 6}[num_whole]
         runner.execute = plain_execute  # type: ignore[method-assign]
         again = await ask(engine, PROMPT, greedy(24))
         assert again.token_ids == truth

@@ -138,7 +138,7 @@ def test_where_every_row_costs_as_much_as_a_step_only_sure_drafts_are_made() -> 
         if turn == 100:
             step.seconds, step.tokens = 0.0, 0
         step.run({"a": next(coin)})
-    assert step.slowdown() < 1.08  # a look as deep as all were right gives back most of its cost
+    assert step.slowdown() < 1.02
 
 
 @pytest.mark.parametrize("num_streams", [1, 32])
