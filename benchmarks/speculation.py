@@ -41,7 +41,7 @@ import httpx
 from own_server import own_server
 from real_texts import Passages, rename
 
-BEGUN = 12  # words of a copy that the prompt already has: with fewer the model goes elsewhere
+BEGUN = 12  # words
 COUNTERS = {
     "runs": "spec_decode_num_drafts_total",
     "drafted": "spec_decode_num_draft_tokens_total",
@@ -63,10 +63,9 @@ class Question:
 
 
 def copy(passages: Passages, max_tokens: int, rng: random.Random) -> Question:
-    shot, text = passages.take(30), passages.take(max_tokens)
+    text = passages.take(max_tokens)
     begun, rest = _split(text)
-    prompt = f"Text: {shot}\n\nThe same text again: {shot}\n\n\n"
-    return _completion(f"{prompt}Text: {text}\n\nThe same text again: {begun}", rest)
+    return _completion(f"Text: {text}\n\nThe same text again: {begun}", rest)
 
 
 def edit(passages: Passages, max_tokens: int, rng: random.Random) -> Question:
