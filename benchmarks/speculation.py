@@ -41,7 +41,7 @@ import httpx
 from own_server import own_server
 from real_texts import Passages, rename
 
-BEGUN = 12  # words
+BEGUN = 12  # words of a copy that the prompt already has: with fewer the model goes elsewhere
 COUNTERS = {
     "runs": "spec_decode_num_drafts_total",
     "drafted": "spec_decode_num_draft_tokens_total",

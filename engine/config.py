@@ -44,7 +44,7 @@ class EngineConfig:
     load_policy: LoadPolicy = "auto"
     verify_loads: float = 0.0  # share of loaded blocks computed anew in idle time, 0..1
     load_deadline: float = 30.0  # a load unfinished after this is a miss
-    speculative: str = "off"  # off | ngram | draft:MODEL | package.module:DrafterClass
+    speculative: str = "ngram"  # off | ngram | draft:MODEL | package.module:DrafterClass
     speculative_tokens: int = 31  # drafts per request and step at most
     speculative_depth: SpeculativeDepth = "auto"  # auto: as many as pay; fixed: always the most
     transcript_cache: OnOff = "on"  # chats are read with the ids that were really generated

@@ -121,8 +121,32 @@ class DraftDepth:
         if not self._pass_costs.knows_from(len(wanted) + num_prompt_rows):
             return [0] * len(wanted)
         shares = self._shares(states)
-        depths = self._best(shares, rooms, num_prompt_rows, num_spare_rows)
+        num_rows = len(wanted) + num_prompt_rows
+        depths = self._best(shares, rooms, num_rows, num_spare_rows, self._answers)
         return self._with_probes(states, depths, rooms, num_spare_rows)
+
+    def weigh(
+        self,
+        likely: Sequence[tuple[int, float]],
+        num_requests: int,
+        num_prompt_rows: int,
+        num_spare_rows: int,
+    ) -> list[int]:
+        """How many of the drafts there are to verify, of each run: (drafts, likelihood of each if
+        those before it are right). `num_requests` decode in the step, with drafts or without.
+
+        Nothing needs to be tried: who knows likelihoods learns from guesses that were not made.
+        """
+        rooms = np.array([num_drafts for num_drafts, _ in likely], dtype=np.int64)
+        if not self._adaptive or not rooms.any():
+            return [int(room) for room in rooms]
+        num_rows = num_requests + num_prompt_rows
+        if not self._pass_costs.knows_from(num_rows):
+            return [0] * len(likely)
+        one = np.array([likelihood for _, likelihood in likely]).clip(1e-9, 1 - 1e-9)
+        shares = np.stack((one, one))
+        best = self._best(shares, rooms, num_rows, num_spare_rows, 1.0, is_asked=True)
+        return [int(depth) for depth in best]
 
     def _shares(self, states: Sequence[_Drafted]) -> Floats:
         """First and later shares of each request, [2, requests], inside (0, 1)."""
@@ -134,12 +158,18 @@ class DraftDepth:
         self,
         shares: Floats,
         rooms: npt.NDArray[np.int64],
-        num_prompt_rows: int,
+        num_rows: int,
         num_spare_rows: int,
+        answers: float,
+        *,
+        is_asked: bool = False,
     ) -> npt.NDArray[np.int64]:
-        """Draft j of a request is accepted with first * later ** (j - 1): the sum is the gain."""
+        """Draft j of a request is accepted with first * later ** (j - 1): the sum is the gain.
+
+        `num_rows` is without drafts, `answers` the share of runs that there will be; `is_asked`:
+        the drafter's time has been spent.
+        """
         first, later = shares
-        num_rows = len(first) + num_prompt_rows
         best, best_rate = np.zeros_like(rooms), num_rows / self._pass_costs.seconds(num_rows)
         reach = np.log(_BOUNDS[:, None] / first) / np.log(later)
         table = np.where(first < _BOUNDS[:, None], 0, 1 + np.minimum(reach, 1e6)).astype(np.int64)
@@ -151,9 +181,10 @@ class DraftDepth:
                 continue
             before = total
             gains = float((first * (1.0 - later**depths) / (1.0 - later)).sum())
-            cost = self._pass_costs.seconds(num_rows + self._answers * total)
-            cost += self._call_costs.seconds(int(depths.max()))
-            rate = (num_rows + self._answers * gains) / cost
+            cost = self._pass_costs.seconds(num_rows + answers * total)
+            if not is_asked:
+                cost += self._call_costs.seconds(int(depths.max()))
+            rate = (num_rows + answers * gains) / cost
             if rate > best_rate:
                 best, best_rate = depths, rate
         return best

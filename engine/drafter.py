@@ -31,7 +31,9 @@ class Drafter(Protocol):
     One that learns from what was generated may have a method `remember(context)` too: it is called
     with all tokens of a request (`max_tokens` 0) right before that request's `finish`. A method
     `forget(salts)` is called when caches are reset: what was learnt of these salts, or of all if it
-    is None, must not be used any more.
+    is None, must not be used any more. `engine.speculation` asks ours for more where
+    they have `likelihoods()`: for each context of the last `propose`, how likely each of its drafts
+    is right if those before it are.
     """
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:

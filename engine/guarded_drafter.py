@@ -95,6 +95,7 @@ class GuardedDrafter:
         self._drafter = drafter
         self._remember = getattr(drafter, "remember", None)
         self._forget = getattr(drafter, "forget", None)
+        self._likelihoods = getattr(drafter, "likelihoods", None)
         self._vocab_size = vocab_size
         self._thread = thread
         self._post = thread.post if thread else post
@@ -106,6 +107,27 @@ class GuardedDrafter:
         self._pause = 0.0
         self._resume_at = -math.inf
         self._closed = False
+
+    @property
+    def tells_likelihoods(self) -> bool:
+        """Whether `propose_likely` can be called: it knows how good its guesses are, and is called
+        where it is asked, so that they are those of the call before."""
+        return self._likelihoods is not None and self._post is None
+
+    def propose_likely(
+        self, contexts: Sequence[DraftContext]
+    ) -> list[tuple[list[int], float]] | None:
+        """Like `propose`: drafts, and how likely each is right if those before it are. None where
+        that went wrong."""
+        proposed = None if self._closed or not contexts else self._propose(contexts)
+        if proposed is None or self._likelihoods is None:
+            return None
+        try:
+            told = [min(max(float(likelihood), 0.0), 1.0) for likelihood in self._likelihoods()]
+            return list(zip(proposed, told, strict=True))
+        except Exception as error:
+            self._count(DraftFailure.RAISED, error)
+            return None
 
     @property
     def failures(self) -> dict[DraftFailure, int]:

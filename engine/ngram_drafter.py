@@ -88,9 +88,11 @@ class NgramDrafter:
         self._finished = FinishedTokens(max_remembered, _OTHERS_GRAM)
         self._trust = MatchTrust(_PRIORS)
         self._requests: dict[str, _Request] = {}
+        self._likelihoods: list[float] = []  # of the last call
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[list[int]]:
         """For each context at most its `max_tokens` guesses of what follows; [] for none."""
+        self._likelihoods.clear()
         drafts, budget = [], _MOST_NEW
         for context in contexts:
             request = self._request(context.request_id)
@@ -102,8 +104,14 @@ class NgramDrafter:
             request.index.extend(new)
             self._learn(request, new)
             is_complete = request.num_tokens == len(context.token_ids)
-            drafts.append(self._draft(request, context) if is_complete else [])
+            draft, rate = self._draft(request, context) if is_complete else ([], 0.0)
+            drafts.append(draft)
+            self._likelihoods.append(rate)
         return drafts
+
+    def likelihoods(self) -> list[float]:
+        """How likely each draft of the last call is right if those before it are, per context."""
+        return list(self._likelihoods)
 
     def finish(self, request_id: str) -> None:
         """Forget the request, known or not."""
@@ -126,14 +134,16 @@ class NgramDrafter:
             self._requests[request_id] = request
         return request
 
-    def _draft(self, request: _Request, context: DraftContext) -> list[int]:
+    def _draft(self, request: _Request, context: DraftContext) -> tuple[list[int], float]:
+        """The drafts, and how likely each of them is."""
         most = min(context.max_tokens, self._max_tokens)
         suffix = request.index.last(LONGEST_MATCH)
         self._find_match(request, context.salt, suffix)
         best = max(request.guesses, key=lambda guess: request.trust.rate(guess.kind), default=None)
         if best is None:
-            return []
-        return best.tokens[: request.trust.num_drafts(best.kind, most)]
+            return [], 0.0
+        num_drafts = request.trust.num_drafts(best.kind, most)
+        return best.tokens[:num_drafts], request.trust.rate(best.kind)
 
     def _learn(self, request: _Request, came: Sequence[int]) -> None:
         """Compare the last guesses with what came instead."""

@@ -20,6 +20,7 @@ class Speculation:
     def __init__(self, drafter: GuardedDrafter, depth: DraftDepth, max_tokens: int) -> None:
         self._drafter = drafter
         self._depth = depth
+        self._max_tokens = max_tokens
         self._accepted_per_pos = [0] * max_tokens
         self._num_drafts = 0
         self._num_draft_tokens = 0
@@ -30,6 +31,9 @@ class Speculation:
 
         Cancelling it is not supported, as for the step.
         """
+        if self._drafter.tells_likelihoods:
+            self._propose_likely(decoding, rows)
+            return
         wanted = [(request.request_id, _room(request)) for request in decoding]
         depths = self._depth.plan(wanted, rows.prompts, rows.spare)
         asked = [(r, depth) for r, depth in zip(decoding, depths, strict=True) if depth > 0]
@@ -45,6 +49,18 @@ class Speculation:
         )
         for (request, _), drafts in zip(asked, proposals, strict=True):
             request.draft_token_ids = drafts
+
+    def _propose_likely(self, decoding: Sequence[Request], rows: RowsAhead) -> None:
+        """A drafter that knows how good its guesses are is asked first; then all are weighed."""
+        rooms = [(request, min(_room(request), self._max_tokens)) for request in decoding]
+        asked = [(request, room) for request, room in rooms if room > 0]
+        proposed = self._drafter.propose_likely([_context(r, room) for r, room in asked])
+        if proposed is None:
+            return
+        likely = [(len(drafts), likelihood) for drafts, likelihood in proposed]
+        depths = self._depth.weigh(likely, len(decoding), rows.prompts, rows.spare)
+        for (request, _), (drafts, _), depth in zip(asked, proposed, depths, strict=True):
+            request.draft_token_ids = drafts[:depth]
 
     def observe(self, request: Request, num_drafts: int, num_accepted: int, num_kept: int) -> None:
         """A run was verified; of the accepted drafts `num_kept` were not behind the end."""

@@ -68,6 +68,7 @@ def engine_config(model_dir: Path, cache_dir: Path, **overrides: Any) -> EngineC
         "cpu_tier": 0,
         "load_policy": "always",
         "seed": 0,
+        "speculative": "off",
         "speculative_depth": "fixed",  # drafts at every step, whether they pay or not
     }
     return EngineConfig(**{**fields, **overrides})

@@ -336,7 +336,7 @@ class ServeOptions:
     speculative: str = option(
         TEXT,
         SPECULATION,
-        "off",
+        "ngram",
         "Drafter for speculative decoding: text so far, a smaller model, a class of yours.",
         metavar="off|ngram|draft:MODEL|MODULE:CLASS",
     )

@@ -36,6 +36,7 @@ def engine_config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         max_num_seqs=8,
         max_queue=16,
         cpu_tier=1 << 20,
+        speculative="off",
     )
 
 

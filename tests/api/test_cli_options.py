@@ -68,7 +68,7 @@ def test_defaults_are_those_of_the_contract():
     assert options.max_queue == 256
     assert (options.cpu_tier, options.disk_tier) == (1 << 30, None)
     assert options.disk_tier_size == 10 << 30
-    assert (options.load_policy, options.speculative) == ("auto", "off")
+    assert (options.load_policy, options.speculative) == ("auto", "ngram")
     assert (options.speculative_tokens, options.speculative_depth) == (31, "auto")
     assert options.verify_loads == 0.0
     assert (options.drain_timeout, options.request_timeout) == (30.0, 0.0)

@@ -204,3 +204,51 @@ def test_a_fixed_depth_is_always_the_most() -> None:
         assert depth.plan([("a", 9), ("b", 3), ("c", 0)]) == [5, 3, 0]
         depth.observe_drafts("a", 5, 0)
         depth.observe_pass(11, 1.0)
+
+
+# --- drafters that know how good their guesses are
+
+
+def measured(cost: Callable[[int], float], *sizes: int) -> DraftDepth:
+    depth = DraftDepth(31)
+    for rows in sizes or (1, 2, 4, 8, 16, 32, 64, 128):
+        for _ in range(3):
+            depth.observe_pass(rows, cost(rows))
+    return depth
+
+
+def test_sure_guesses_are_verified_and_unsure_ones_left() -> None:
+    """A row costs 1/151 of the step: it pays down to that likelihood of its draft, or nearly."""
+    depth = measured(cheap)
+    assert depth.weigh([(31, 0.99)], 1, 0, 500) == [31]
+    assert depth.weigh([(31, 0.002)], 1, 0, 500) == [0]
+    (unsure,) = depth.weigh([(31, 0.5)], 1, 0, 500)
+    assert 4 <= unsure <= 8
+    assert depth.weigh([(31, 0.99), (31, 0.002), (3, 0.9), (0, 0.0)], 9, 0, 500) == [31, 0, 3, 0]
+    assert depth.weigh([(31, 0.99)] * 4, 4, 0, 40) == [10] * 4
+
+
+def test_where_rows_are_dear_only_nearly_certain_guesses_are_verified() -> None:
+    depth = measured(lambda rows: 0.030 * (1 + (rows - 1) * 0.9))
+    assert depth.weigh([(31, 0.85)], 1, 0, 500) == [0]
+    assert depth.weigh([(31, 0.999)], 1, 0, 500)[0] > 8
+
+
+def test_a_first_draft_that_costs_half_a_step_must_be_worth_it() -> None:
+    """On a machine where two rows cost half as much again as one, and eight little more."""
+
+    def cost(rows: int) -> float:
+        return 0.117 if rows == 1 else 0.170 + 0.003 * rows
+
+    depth = measured(cost)
+    assert depth.weigh([(4, 0.3)], 1, 0, 500) == [0]
+    assert depth.weigh([(8, 0.8)], 1, 0, 500) == [8]
+
+
+def test_likelihoods_are_weighed_once_a_step_without_drafts_was_measured() -> None:
+    depth = DraftDepth(31)
+    assert depth.weigh([(31, 0.99)], 1, 0, 500) == [0]
+    for _ in range(3):
+        depth.observe_pass(1, 0.030)
+    assert depth.weigh([(31, 0.99)], 1, 0, 500) == [31]
+    assert DraftDepth(31, adaptive=False).weigh([(7, 0.0)], 1, 0, 500) == [7]

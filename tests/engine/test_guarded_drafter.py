@@ -282,6 +282,30 @@ async def test_without_a_thread_it_is_called_where_it_is_asked(continuations):
         assert guard._drafter.threads == {threading.current_thread()}
 
 
+class Likely(Learning):
+    """Sure of everything."""
+
+    told: object = (1.5, 0.5)
+
+    def likelihoods(self):
+        return self.told
+
+
+async def test_likelihoods_come_with_the_drafts_of_one_that_is_called_in_place(continuations):
+    async with guarded(Likely, thread=None) as guard:
+        assert guard.tells_likelihoods
+        drafts = guard.propose_likely([context(1, 2), context(1, 2, 10)])
+        assert drafts == [([10, 11, 12], 1.0), ([11, 12, 13], 0.5)]
+        guard._drafter.told = [0.5]
+        assert guard.propose_likely([context(1, 2), context(1, 2, 10)]) is None
+        assert guard.failures == {"raised": 1}
+        assert guard.propose_likely([]) is None
+    async with guarded(Likely) as elsewhere:
+        assert not elsewhere.tells_likelihoods
+    async with guarded(Learning, thread=None) as plain:
+        assert not plain.tells_likelihoods
+
+
 async def test_calls_may_be_posted_to_an_executor_and_have_no_deadline(continuations):
     with ThreadPoolExecutor(1) as executor:
         async with guarded(Learning, thread=None, post=executor.submit, deadline=0.0) as guard:

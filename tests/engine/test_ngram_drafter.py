@@ -253,3 +253,16 @@ def test_others_text_that_is_forgotten_meanwhile_is_not_followed() -> None:
     for n in range(8):
         leave(ngram, range(5000 + 200 * n, 5200 + 200 * n), f"{n}")
     assert one(ngram, [*LONG[:70], 5]) == []
+
+
+def test_how_likely_its_drafts_are_is_what_such_matches_have_shown() -> None:
+    ngram = drafter()
+    assert one(ngram, [1, 2, 3]) == []
+    assert ngram.likelihoods() == [0.0]
+    ngram.propose([context([1, 2, 3], "none"), context([*LONG[:60], *LONG[20:40]], "long")])
+    nothing, at_first = ngram.likelihoods()
+    assert nothing == 0.0
+    assert 0.9 < at_first < 1.0
+    generate(ngram, [*LONG, *LONG[:18]], LONG[18:60], "copied")
+    ngram.propose([context([*LONG[:60], *LONG[20:40]], "later")])
+    assert at_first < ngram.likelihoods()[0] < 1.0
