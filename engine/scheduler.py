@@ -251,8 +251,9 @@ class Scheduler:
     def _add_drafts(self, plan: list[ScheduledRequest], spare_rows: int) -> None:
         """Rows are shared evenly: whoever has fewer drafts leaves more to the others.
 
-        While somebody waits to be admitted, drafts get no blocks that a request does not hold.
+        While somebody waits for blocks, drafts get none that is not held already.
         """
+        spares_blocks = bool(self.waiting) and self._lacks_blocks
         with_drafts = sorted(
             (one for one in plan if one.request.draft_token_ids),
             key=lambda one: len(one.request.draft_token_ids),
@@ -260,7 +261,7 @@ class Scheduler:
         for position, scheduled in enumerate(with_drafts):
             request = scheduled.request
             share = spare_rows // (len(with_drafts) - position)
-            if self.waiting:
+            if spares_blocks:
                 held = len(request.block_tables[0]) * self.kv.block_size - request.num_tokens
                 share = min(share, held)
             drafts, request.draft_token_ids = request.draft_token_ids[:share], []

@@ -116,7 +116,8 @@ async def test_every_residue(
             await check_replay(engine, prompt_of(number) + answer.token_ids, expected)
         stats = engine.stats()
         if drafter != "off":
-            assert stats.spec_num_draft_tokens > 100
+            # The n-gram drafter has drafts where a replay says again what was said before.
+            assert stats.spec_num_draft_tokens > (20 if drafter == "ngram" else 100)
             accepted = stats.spec_num_accepted_tokens
             assert (accepted == 0) == ("AlwaysWrong" in drafter)
 

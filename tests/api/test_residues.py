@@ -26,7 +26,6 @@ LONGEST = 2 * BLOCK_SIZE
 TAIL = [5, 6, 7]
 DRAFTERS = [
     "off",
-    "ngram",
     "tests.drafters:AlwaysWrongDrafter",
     "tests.drafters:RandomAcceptanceDrafter",
 ]

@@ -164,6 +164,7 @@ class GhostDrafter:
     """Knows the target's next tokens and gets each wrong where `is_wrong` says so."""
 
     failures: dict[str, int]
+    tells_likelihoods = False
 
     def __init__(self, truth: Truth) -> None:
         self.truth = truth

@@ -205,7 +205,7 @@ def test_drafts_leave_prompts_their_share_of_the_rows() -> None:
     run_pass(scheduler, scheduler.schedule())
     prompt = make_request(20, max_tokens=1)
     scheduler.add(prompt)
-    for num_drafts in (1, 2, 2):  # while it waits, drafts get no block that is not held already
+    for num_drafts in (2, 2, 2):  # first waiting, then running
         for stream in streams:
             stream.draft_token_ids = [1, 2, 3, 4]
         plan = scheduler.schedule()
@@ -215,6 +215,23 @@ def test_drafts_leave_prompts_their_share_of_the_rows() -> None:
             prompt.request_id: 2,
         }
         run_pass(scheduler, plan)
+
+
+def test_while_somebody_waits_for_blocks_drafts_get_none_that_is_not_held() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    stream = make_request(2, max_tokens=50)
+    scheduler.add(stream)
+    run_pass(scheduler, scheduler.schedule())
+    scheduler.add(make_request(23, max_tokens=1))  # all six blocks of four
+    drafted = []
+    for _ in range(6):
+        stream.draft_token_ids = [1, 2, 3, 4]
+        plan = scheduler.schedule()
+        held = 4 * len(stream.block_tables[0])
+        drafted.append((stream.num_tokens, held, rows(plan)[stream.request_id] - 1))
+        run_pass(scheduler, plan)
+    # (tokens, slots held, drafts): a second block at first, before anybody was refused.
+    assert drafted == [(3, 8, 4), (4, 8, 4), (5, 8, 3), (6, 8, 2), (7, 8, 1), (8, 8, 0)]
 
 
 def test_rows_for_drafts_are_shared_and_what_one_does_not_use_is_the_others() -> None:
