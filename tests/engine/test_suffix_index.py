@@ -7,7 +7,7 @@ import sys
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.suffix_index import LONGEST_MATCH, MAX_CANDIDATES, SuffixIndex
@@ -40,8 +40,9 @@ def naive_longest(sequences: list[list[int]], suffix: list[int], more_than: int)
 TOKENS = st.lists(st.integers(0, 3), max_size=20)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(TOKENS, min_size=1, max_size=3), TOKENS, st.integers(1, 4), st.integers(0, 5))
+@example([[1, 2, 3, 0, 2, 3, 1]], [1, 2, 3], 2, 0)  # the longest is not the latest
 def test_it_finds_what_a_naive_search_finds(
     sequences: list[list[int]], suffix: list[int], gram: int, more_than: int
 ) -> None:
