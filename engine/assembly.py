@@ -250,13 +250,7 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     loaded = load_model(config, progress)
     info = loaded.info
     groups = group_layers(info.sliding_windows, info.max_model_len)
-    layout = KVLayout(
-        num_layers=max(len(group.layers) for group in groups),
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
-        block_size=config.block_size,
-        dtype=info.dtype,
-    )
+    layout = KVLayout.of_model(info, groups, config.block_size)
     kv_memory, draft_memory, draft = config.kv_memory, None, None
     if draft_model_of(config.speculative) is not None:
         draft = load_draft_model(config, config.speculative, loaded, progress)

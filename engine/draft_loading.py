@@ -67,13 +67,7 @@ def load_draft_model(
     _warn_if_larger(spec, loaded, target)
     info = loaded.info
     groups = group_layers(info.sliding_windows, info.max_model_len)
-    layout = KVLayout(
-        num_layers=max(len(group.layers) for group in groups),
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
-        block_size=config.block_size,
-        dtype=info.dtype,
-    )
+    layout = KVLayout.of_model(info, groups, config.block_size)
     return DraftModel(spec, loaded, groups, layout)
 
 

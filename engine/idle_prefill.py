@@ -18,7 +18,6 @@ from engine.core import EngineCore, LiveRequest
 from engine.detokenizer import Detokenizer
 from engine.outputs import RequestOutput, RequestTimes
 from engine.request import Request
-from engine.sampling_params import SamplingParams
 from engine.tokenizer import TokenStream
 from offload.tier import BlockHash
 
@@ -142,15 +141,7 @@ class IdlePrefill:
 
     def _request(self, token_ids: Sequence[int], root_hash: BlockHash) -> Request:
         self._num_started += 1
-        return Request(
-            request_id=f"idle-prefill-{self._num_started}",
-            prompt_token_ids=token_ids,
-            params=SamplingParams(max_tokens=0),
-            max_tokens=0,
-            stop_ids=frozenset(),
-            seed=0,
-            root_hash=root_hash,
-            arrival_order=0,
-            times=RequestTimes(arrival=time.monotonic()),
-            is_background=True,
-        )
+        request = Request.of_nobody(f"idle-prefill-{self._num_started}", token_ids, root_hash)
+        request.times = RequestTimes(arrival=time.monotonic())
+        request.is_background = True
+        return request

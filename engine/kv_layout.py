@@ -10,7 +10,11 @@ One block is one contiguous run of bytes, so that a save or load is one copy and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from engine.kv_groups import KVGroup
+from engine.model_info import ModelInfo
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -31,6 +35,17 @@ class KVLayout:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @classmethod
+    def of_model(cls, info: ModelInfo, groups: Sequence[KVGroup], block_size: int) -> KVLayout:
+        """A block holds as many layers as the largest of the model's `groups` has."""
+        return cls(
+            num_layers=max(len(group.layers) for group in groups),
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            block_size=block_size,
+            dtype=info.dtype,
+        )
 
     @property
     def block_bytes(self) -> int:

@@ -80,7 +80,7 @@ class Request:
 
     @classmethod
     def of_nobody(cls, request_id: str, token_ids: Sequence[int], root_hash: BlockHash) -> Request:
-        """Tokens and whose space they are in, for what works on requests; never scheduled."""
+        """Tokens and whose space they are in, for what works on requests; it draws nothing."""
         return cls(
             request_id=request_id,
             prompt_token_ids=token_ids,

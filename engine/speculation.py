@@ -66,7 +66,8 @@ class Speculation:
         """A run was verified; of the accepted drafts `num_kept` were not behind the end."""
         if not num_drafts:
             return
-        self._depth.observe_drafts(request.request_id, num_drafts, num_accepted)
+        if not self._drafter.tells_likelihoods:  # or it has learnt that by itself
+            self._depth.observe_drafts(request.request_id, num_drafts, num_accepted)
         request.num_accepted_drafts += num_kept
         request.num_rejected_drafts += num_drafts - num_kept
         self._num_drafts += 1

@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from offload.locked_file import open_locked
+
 LEDGER_NAME = ".ledger"
 
 _MAGIC = b"OWLEDGR\n"
@@ -125,17 +127,7 @@ class Ledger:
     def _lock(self) -> int:
         """A descriptor of the ledger, locked until it is closed. Opened each time, so that the
         file system can be made read-only while nobody writes."""
-        while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(LEDGER_NAME, flags, 0o600, dir_fd=self._dir_fd)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                if os.fstat(fd).st_nlink:  # not deleted while we waited
-                    return fd
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
+        return open_locked(LEDGER_NAME, self._dir_fd, fcntl.LOCK_EX)
 
     def _read(self, fd: int) -> Account:
         raw = os.pread(fd, _FIXED.size + 8, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 
+from offload.locked_file import open_locked
 from offload.store_scan import SIDE_SUFFIX, StoreFile
 
 _CLAIM = f"{SIDE_SUFFIX}.claim."
@@ -20,18 +21,7 @@ _MAX_DIGITS = 18
 
 def hold_claim(dir_fd: int, fingerprint: str, num_bytes: int) -> int:
     """The descriptor that holds it until it is closed. Several processes may. Raises OSError."""
-    name = f"{fingerprint}{_CLAIM}{num_bytes}"
-    while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if os.fstat(fd).st_nlink:  # not deleted while we waited
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+    return open_locked(f"{fingerprint}{_CLAIM}{num_bytes}", dir_fd, fcntl.LOCK_SH)
 
 
 class SideClaims:

@@ -102,6 +102,7 @@ class Planner:
         self.woken = threading.Event()
         self.tiers = tiers
         self.device = [bytearray(BLOCK_BYTES) for _ in range(num_blocks)]
+        self._held: dict[int, BlockKey] = {}  # what each device block was offered as
         self.loaded: list[int] = []
         self.failed: list[int] = []
         self.manager = OffloadManager(
@@ -109,8 +110,12 @@ class Planner:
         )
 
     def commit(self, number: int, block_id: int | None = None) -> BlockKey:
-        """Compute block `number` into a device block and offer it."""
+        """Compute block `number` into a device block and offer it. What the block held before is
+        withdrawn first, as an evicted one is: a save put off would copy the new content."""
         block_id = number % len(self.device) if block_id is None else block_id
+        if self._held.get(block_id, key(number)) != key(number):
+            self.manager.withdraw(self._held[block_id])
+        self._held[block_id] = key(number)
         self.device[block_id][:] = content(number)
         self.manager.offer(key(number), meta(number), block_id)
         return key(number)
