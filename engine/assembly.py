@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # these reach torch, which is imported on its own thread
     from engine.draft_model import ModelDrafter
     from engine.model_loader import LoadedModel
     from engine.model_runner import ModelRunner
+    from engine.self_test import Reference
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class _Model:
     """A loaded model with its KV pool."""
 
     loaded: LoadedModel
+    reference: Reference
     runner: ModelRunner
     groups: list[KVGroup]
     num_blocks: int
@@ -239,15 +241,18 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
 
     from engine import attention
     from engine.draft_loading import build_model_drafter, divide_kv_memory, load_draft_model
+    from engine.fused_layers import fuse_layers
     from engine.kernels import load_kernels
     from engine.kv_cache import KVCache
     from engine.model_loader import load_model
     from engine.model_runner import ModelRunner
+    from engine.self_test import reference_of
 
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     attention.register()
     kernels = load_kernels(config.cache_dir)
     loaded = load_model(config, progress)
+    reference = reference_of(loaded)
     info = loaded.info
     groups = group_layers(info.sliding_windows, info.max_model_len)
     layout = KVLayout.of_model(info, groups, config.block_size)
@@ -259,6 +264,8 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
             kv_memory, draft_memory = divide_kv_memory(kv_memory, token_bytes, draft.token_bytes)
     num_blocks = _num_blocks(config, kv_memory, layout.block_bytes, groups)
     device = next(loaded.model.parameters()).device
+    if kernels is not None and device.type == "cpu":
+        fuse_layers(loaded.model, kernels)
     cache = KVCache(num_blocks, layout, device)
     runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)
     drafter = None
@@ -271,7 +278,9 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
         block_size=config.block_size,
         format_version=KV_FORMAT_VERSION,
     )
-    return _Model(loaded, runner, groups, num_blocks, layout.block_bytes, fingerprint, drafter)
+    return _Model(
+        loaded, reference, runner, groups, num_blocks, layout.block_bytes, fingerprint, drafter
+    )
 
 
 def _test_and_open_tiers(
@@ -299,7 +308,7 @@ def _test(model: _Model, config: EngineConfig, progress: ProgressFn) -> float | 
     from engine.self_test import check_model
 
     progress("self-test", 0.0)
-    check_model(model.loaded, model.runner, config.block_size, model.num_blocks)
+    check_model(model.loaded, model.runner, model.reference, config.block_size, model.num_blocks)
     if not config.verify_loads:
         return None
     return calibrate(model.runner, model.loaded.info, config.block_size, model.num_blocks)

@@ -7,6 +7,7 @@ values of the step's rows in their pages, then attends over the pages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,12 +52,7 @@ def overwinter_paged_attention(
     Raises TypeError for a keyword argument whose meaning is not implemented, ValueError for
     shapes that do not fit the pool or attention that is not plain causal.
     """
-    for name, given in kwargs.items():
-        if given is None or name in _SPENT or (name in _OFF and given is False):
-            continue
-        raise TypeError(f"{NAME} attention does not implement the argument {name!r}")
-    if attention_mask is not None:
-        raise ValueError(f"{NAME} attention builds its own mask; attention_mask must be None")
+    refuse_unknown(kwargs, attention_mask)
     if dropout != 0.0:
         raise ValueError(f"{NAME} attention has no dropout; the model must be in eval mode")
     if is_causal is False or getattr(module, "is_causal", True) is False:
@@ -65,11 +61,7 @@ def overwinter_paged_attention(
         raise ValueError(f"sliding_window must be at least 1, not {sliding_window}")
     batch, layer = paged.at(module.layer_idx)  # type: ignore[arg-type]
     _check_shapes(query, key, value, batch)
-    if batch.window is not None and (sliding_window is None or sliding_window > batch.window):
-        raise ValueError(
-            f"layer {module.layer_idx} looks back {sliding_window or 'to the beginning'}, but its"
-            f" KV is kept for {batch.window} tokens"
-        )
+    check_window(batch, module.layer_idx, sliding_window)
     kernels = batch.kernels
     if kernels is None or batch.kv.device.type != "cpu":
         paged_reference.write_kv(key, value, batch, layer)
@@ -82,6 +74,25 @@ def overwinter_paged_attention(
         query, batch, layer, scaling=scaling, window=sliding_window, softcap=softcap
     )
     return out, None
+
+
+def refuse_unknown(arguments: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
+    """Raises TypeError for an argument whose meaning is not implemented, ValueError for a mask."""
+    for name, given in arguments.items():
+        if given is None or name in _SPENT or (name in _OFF and given is False):
+            continue
+        raise TypeError(f"{NAME} attention does not implement the argument {name!r}")
+    if attention_mask is not None:
+        raise ValueError(f"{NAME} attention builds its own mask; attention_mask must be None")
+
+
+def check_window(batch: PagedBatch, layer: Any, sliding_window: int | None) -> None:
+    """Raises ValueError where the layer looks back further than its KV is kept."""
+    if batch.window is not None and (sliding_window is None or sliding_window > batch.window):
+        raise ValueError(
+            f"layer {layer} looks back {sliding_window or 'to the beginning'}, but its"
+            f" KV is kept for {batch.window} tokens"
+        )
 
 
 def _check_shapes(

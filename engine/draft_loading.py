@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.draft_model import ModelDrafter
 from engine.drafter_loader import draft_model_of
 from engine.errors import StartupError
+from engine.fused_layers import fuse_layers
 from engine.kernels import Kernels
 from engine.kv_cache import KVCache
 from engine.kv_cache_manager import KVCacheManager
@@ -24,7 +25,7 @@ from engine.kv_layout import KVLayout
 from engine.model_info import ModelInfo, ProgressFn
 from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner
-from engine.self_test import check_model
+from engine.self_test import Reference, check_model, reference_of
 from engine.tokenizer import Tokenizer
 from offload.manager import OffloadManager
 
@@ -39,6 +40,7 @@ class DraftModel:
 
     spec: str  # as given to --speculative
     loaded: LoadedModel
+    reference: Reference
     groups: Sequence[KVGroup]
     layout: KVLayout
 
@@ -62,13 +64,14 @@ def load_draft_model(
     try:
         loaded = load_model(own, _named(progress), clip_len=True)
         _check_vocabulary(loaded, target)
+        reference = reference_of(loaded)
     except StartupError as error:
         raise StartupError(f"--speculative {spec}: {error}") from error
     _warn_if_larger(spec, loaded, target)
     info = loaded.info
     groups = group_layers(info.sliding_windows, info.max_model_len)
     layout = KVLayout.of_model(info, groups, config.block_size)
-    return DraftModel(spec, loaded, groups, layout)
+    return DraftModel(spec, loaded, reference, groups, layout)
 
 
 def build_model_drafter(
@@ -85,13 +88,15 @@ def build_model_drafter(
     num_blocks = _num_blocks(config, draft, kv_memory)
     device = next(draft.loaded.model.parameters()).device
     vocab_size = min(info.vocab_size, target.vocab_size)
+    if kernels is not None and device.type == "cpu":
+        fuse_layers(draft.loaded.model, kernels)
     cache = KVCache(num_blocks, draft.layout, device)
     runner = ModelRunner(draft.loaded.model, cache, kernels, vocab_size, draft.groups)
     progress("draft model: self-test", 0.0)
     try:
         # Its own width: the reference has logits for every id.
         tested = ModelRunner(draft.loaded.model, cache, kernels, info.vocab_size, draft.groups)
-        check_model(draft.loaded, tested, config.block_size, num_blocks)
+        check_model(draft.loaded, tested, draft.reference, config.block_size, num_blocks)
     except StartupError as error:
         raise StartupError(f"--speculative {draft.spec}: {error}") from error
     logger.info(

@@ -1,11 +1,15 @@
 """Before a model serves: the same tokens through our pages and through its own eager attention.
 
 A model whose attention takes an argument we do not know, scales differently, or keeps KV in a way
-that pages do not hold, shows here, at load, instead of in somebody's answer.
+that pages do not hold, shows here, at load, instead of in somebody's answer. So does a fused layer
+that computes something else than the module it replaced: the reference is taken before.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,28 +28,43 @@ CHUNKS = (17, 1, 30)  # crosses block boundaries, mixes a chunk with a single ro
 TOLERANCE = {"float32": 1e-3, "bfloat16": 8e-2, "float16": 2e-2}
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a model made of some tokens as transformers has it."""
+
+    token_ids: list[int]
+    logits: torch.Tensor  # float32 [tokens, vocab]
+
+
+def reference_of(loaded: LoadedModel) -> Reference:
+    """To be taken while the model is as it was loaded. Raises `StartupError` where it cannot be."""
+    info = loaded.info
+    num_tokens = min(NUM_TOKENS, info.max_model_len)
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, info.vocab_size, (num_tokens,), generator=generator).tolist()
+    with _refusing(loaded):
+        return Reference(token_ids, _eager_logits(loaded, token_ids))
+
+
 def check_model(
-    loaded: LoadedModel, runner: ModelRunner, block_size: int, num_blocks: int
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    reference: Reference,
+    block_size: int,
+    num_blocks: int,
 ) -> float:
     """Raises `StartupError` naming the architecture; returns the relative difference.
 
-    Uses the pool's first blocks, so it runs before anything else does.
+    Uses the pool's first blocks, so it runs before anything else does; a pool of fewer tokens than
+    the reference has is tested with as many.
     """
     info = loaded.info
-    num_positions = num_blocks // len(runner.groups) * block_size
-    num_tokens = min(NUM_TOKENS, info.max_model_len, num_positions)
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(0, info.vocab_size, (num_tokens,), generator=generator).tolist()
-    try:
-        ours = _paged_logits(runner, token_ids, block_size)
-        reference = _eager_logits(loaded, token_ids)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise StartupError(
-            f"model architecture {info.architecture} cannot be served: its attention does not run"
-            f" through KV pages ({error}); use another model"
-        ) from error
-    spread = (reference.max() - reference.min()).item() or 1.0
-    difference = (ours - reference).abs().max().item() / spread
+    num_tokens = min(len(reference.token_ids), num_blocks // len(runner.groups) * block_size)
+    with _refusing(loaded):
+        ours = _paged_logits(runner, reference.token_ids[:num_tokens], block_size)
+    expected = reference.logits[:num_tokens]
+    spread = (expected.max() - expected.min()).item() or 1.0
+    difference = (ours - expected).abs().max().item() / spread
     if not difference <= TOLERANCE[info.dtype]:
         raise StartupError(
             f"model architecture {info.architecture} cannot be served: through KV pages its logits"
@@ -53,6 +72,17 @@ def check_model(
             f" {TOLERANCE[info.dtype]:.2g}); use another model"
         )
     return difference
+
+
+@contextlib.contextmanager
+def _refusing(loaded: LoadedModel) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise StartupError(
+            f"model architecture {loaded.info.architecture} cannot be served: its attention does"
+            f" not run through KV pages ({error}); use another model"
+        ) from error
 
 
 def _paged_logits(runner: ModelRunner, token_ids: list[int], block_size: int) -> torch.Tensor:
