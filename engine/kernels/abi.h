@@ -7,6 +7,9 @@ namespace ow {
 
 enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
+// How a packed weight lies in memory: see panels.h. The first three are the dtypes' numbers.
+enum Format : int32_t { Q4_1 = 3, Q8_0 = 4 };
+
 // Runs a function on up to `num_threads` threads, the caller's among them: libgomp's GOMP_parallel.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
 
@@ -42,6 +45,20 @@ struct OwWrite {
   int64_t key_head_stride, key_row_stride, value_head_stride, value_row_stride;
   const int64_t* slots;  // [num_rows]
   int64_t num_rows;
+};
+
+struct OwLinear {
+  const void* x;       // [row, input], contiguous along the inputs
+  void* out;           // [row, output], contiguous along the outputs
+  const void* panels;  // of the weight [output, input], aligned to 64 bytes
+  const float* bias;   // [num_outputs], or null
+  int64_t x_stride, out_stride;
+  int64_t num_rows;
+  int32_t num_inputs, num_outputs;
+  int32_t dtype;   // of x and out
+  int32_t format;  // of the panels
+  int32_t num_threads;
+  Parallel parallel;  // null: the calling thread alone
 };
 }
 

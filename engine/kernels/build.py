@@ -1,6 +1,6 @@
-"""Compile the kernel source into a cached shared library, keyed by all that shaped it.
+"""Compile the kernels' sources into one cached shared library, keyed by all that shaped it.
 
-    <cache_dir>/kernels/paged_attention-<variant>-<source digest>-<compiler digest>.so
+    <cache_dir>/kernels/kernels-<variant>-<source digest>-<compiler digest>.so
 
 The file ends in the SHA-256 of what precedes it, which dynamic linkers ignore: a library that was
 truncated or damaged is found out before it is mapped, where it could only be found by a crash.
@@ -21,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 SOURCE_DIR = Path(__file__).parent
-SOURCE = "paged_attention.cpp"
-HEADERS = ("abi.h", "matmul.h", "simd.h")
+SOURCES = ("abi.cpp", "linear.cpp", "paged_attention.cpp")
+HEADERS = ("abi.h", "matmul.h", "panels.h", "scratch.h", "simd.h")
 DIGEST_BYTES = hashlib.sha256().digest_size
 COMPILE_SECONDS = 180.0
 
@@ -93,12 +93,12 @@ def detect_variant(flags: frozenset[str] | None = None) -> str:
 def build_library(cache_dir: Path, variant: str) -> Path:
     """Path of the library for `variant`, compiled unless an intact one is there.
 
-    Without a compiler one built by any compiler from this very source will do. Raises
+    Without a compiler one built by any compiler from these very sources will do. Raises
     KernelBuildError where there is none, the compiler fails or the directory cannot be written.
     """
     directory = cache_dir / "kernels"
-    source_key = _digest(*((SOURCE_DIR / name).read_bytes() for name in (SOURCE, *HEADERS)))
-    stem = f"paged_attention-{variant}-{source_key}"
+    source_key = _digest(*((SOURCE_DIR / name).read_bytes() for name in (*SOURCES, *HEADERS)))
+    stem = f"kernels-{variant}-{source_key}"
     compiler = find_compiler()
     if compiler is None:
         for path in sorted(directory.glob(f"{stem}-*.so")):
@@ -109,7 +109,7 @@ def build_library(cache_dir: Path, variant: str) -> Path:
     tool_key = _digest(compiler_version(compiler).encode(), *(f.encode() for f in flags))
     path = directory / f"{stem}-{tool_key}.so"
     if not is_intact(path):
-        _compile([*compiler, *flags, str(SOURCE_DIR / SOURCE)], path)
+        _compile([*compiler, *flags, *(str(SOURCE_DIR / name) for name in SOURCES)], path)
     return path
 
 

@@ -13,6 +13,7 @@ import torch
 from engine.kernels.build import KernelBuildError, build_library, detect_variant
 
 if TYPE_CHECKING:
+    from engine.kernels.packed_weight import PackedWeight
     from engine.paged_batch import PagedBatch
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,29 @@ class _Write(ctypes.Structure):
     ]
 
 
+class _Linear(ctypes.Structure):
+    """`OwLinear` of the C++ source; strides count elements."""
+
+    _fields_: ClassVar = [
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+        ("num_rows", c_int64),
+        ("num_inputs", c_int32),
+        ("num_outputs", c_int32),
+        ("dtype", c_int32),
+        ("format", c_int32),
+        ("num_threads", c_int32),
+        ("parallel", c_void_p),
+    ]
+
+
+_STRUCTURES = (_Attention, _Write, _Linear)  # in the order of `ow_abi`
+
+
 class Kernels:
     """One loaded kernel library. Raises OSError if `path` is not a library of this source."""
 
@@ -83,14 +107,20 @@ class Kernels:
         try:
             self._attend = library.ow_attend
             self._write_kv = library.ow_write_kv
+            self._linear = library.ow_linear
+            panel_width = library.ow_panel_width
             abi = library.ow_abi
         except AttributeError as error:
             raise OSError(f"{path} lacks a function: {error}") from error
         self._attend.argtypes, self._attend.restype = [POINTER(_Attention)], c_int
         self._write_kv.argtypes, self._write_kv.restype = [POINTER(_Write)], c_int
-        abi.argtypes, abi.restype = [], c_int64
-        if abi() != ctypes.sizeof(_Attention) << 32 | ctypes.sizeof(_Write):
+        self._linear.argtypes, self._linear.restype = [POINTER(_Linear)], c_int
+        abi.argtypes, abi.restype = [c_int32], c_int64
+        sizes = [*map(ctypes.sizeof, _STRUCTURES), 0]
+        if [abi(index) for index in range(len(sizes))] != sizes:
             raise OSError(f"{path} lays its arguments out otherwise")
+        panel_width.argtypes, panel_width.restype = [], c_int32
+        self.panel_width: int = panel_width()
         self.path = path
         self.variant = variant
         self._parallel = _find_parallel()
@@ -152,6 +182,47 @@ class Kernels:
         _check(self._attend(ctypes.byref(args)))
         return out
 
+    def linear(
+        self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x` [T, K] times the transposed `weight` [N, K], plus its bias: [T, N] of x's dtype.
+
+        Computed in float32, each element as one sum in ascending k: a row's result has the same
+        bits alone and among others, with any number of threads, and whatever the weight's format.
+        `out`, if given, is written and returned. Raises ValueError for shapes that do not fit.
+        """
+        num_rows, num_inputs = x.shape
+        if num_inputs != weight.num_inputs or weight.width != self.panel_width:
+            raise ValueError(
+                f"rows of {num_inputs} do not fit a weight of {weight.num_inputs} inputs in panels"
+                f" of {weight.width} (these kernels': {self.panel_width})"
+            )
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if out is None:
+            out = x.new_empty(num_rows, weight.num_outputs)
+        elif out.shape != (num_rows, weight.num_outputs) or out.stride(1) != 1:
+            raise ValueError(f"out of {list(out.shape)} for {num_rows} x {weight.num_outputs}")
+        elif out.dtype != x.dtype:
+            raise ValueError(f"out of {out.dtype} for rows of {x.dtype}")
+        args = _Linear(
+            x.data_ptr(),
+            out.data_ptr(),
+            weight.panels.data_ptr(),
+            None if weight.bias is None else weight.bias.data_ptr(),
+            x.stride(0),
+            out.stride(0),
+            num_rows,
+            num_inputs,
+            weight.num_outputs,
+            _DTYPES[x.dtype],
+            weight.format,
+            torch.get_num_threads(),
+            self._parallel,
+        )
+        _check(self._linear(ctypes.byref(args)))
+        return out
+
 
 def load_kernels(cache_dir: Path) -> Kernels | None:
     """The kernels for this processor, built under `cache_dir` if need be; None without them.
@@ -169,7 +240,7 @@ def load_kernels(cache_dir: Path) -> Kernels | None:
             path.unlink()
             return Kernels(build_library(cache_dir, variant), variant)
     except (KernelBuildError, OSError) as error:
-        log.warning("paged attention runs without its kernel, slower: %s", error)
+        log.warning("attention and products run without their kernels, slower: %s", error)
         return None
 
 
@@ -190,7 +261,7 @@ def _find_parallel() -> int | None:
             except (OSError, AttributeError):
                 continue
             return ctypes.cast(function, c_void_p).value
-    log.warning("torch has no OpenMP runtime loaded: paged attention uses one thread")
+    log.warning("torch has no OpenMP runtime loaded: the kernels use one thread")
     return None
 
 
@@ -216,4 +287,4 @@ def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check(status: int) -> None:
     if status != 0:
-        raise MemoryError(f"the attention kernel could not get its working memory ({status})")
+        raise MemoryError(f"a kernel could not get its working memory ({status})")

@@ -14,12 +14,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <limits>
 #include <type_traits>
 
 #include "abi.h"
 #include "matmul.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace ow {
@@ -32,36 +32,7 @@ constexpr int64_t SERIAL_MACS = 100000;  // less work than this is not worth wak
 
 namespace {
 
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// A growing buffer of the calling thread. Workers get their slices of it.
-struct Slab {
-  void* memory = nullptr;
-  size_t size = 0;
-  ~Slab() { std::free(memory); }
-  char* reserve(size_t bytes) {
-    if (bytes > size) {
-      std::free(memory);
-      size = 0;
-      memory = std::aligned_alloc(64, round_up(bytes + bytes / 4, 4096));
-      if (memory) size = bytes + bytes / 4;
-    }
-    return static_cast<char*>(memory);
-  }
-};
 thread_local Slab slab;
-
-// Hands out 64-byte aligned pieces; with no memory behind it, it only measures.
-struct Carver {
-  char* base;
-  size_t used = 0;
-  template <class P>
-  P* take(int64_t count) {
-    P* piece = reinterpret_cast<P*>(base + used);
-    used += round_up(count * int64_t(sizeof(P)), 64);
-    return piece;
-  }
-};
 
 // ------------------------------------------------------------------------------------ a tile
 
@@ -560,10 +531,5 @@ __attribute__((visibility("default"))) int ow_write_kv(const ow::OwWrite* args) 
     ow::write<uint16_t>(*args);
   }
   return 0;
-}
-
-// The sizes of the two structures as this build lays them out, for the loader to compare.
-__attribute__((visibility("default"))) int64_t ow_abi() {
-  return int64_t(sizeof(ow::OwAttention)) << 32 | int64_t(sizeof(ow::OwWrite));
 }
 }

@@ -63,14 +63,14 @@ def test_flags_source_and_compiler_are_in_the_key(
     paths.add(build_library(tmp_path, "portable"))
     monkeypatch.setattr(module, "COMMON_FLAGS", (*module.COMMON_FLAGS, "-g"))
     paths.add(build_library(tmp_path, "portable"))
-    for name in (module.SOURCE, *module.HEADERS):
+    for name in (*module.SOURCES, *module.HEADERS):
         (tmp_path / name).write_bytes((module.SOURCE_DIR / name).read_bytes())
     monkeypatch.setattr(module, "SOURCE_DIR", tmp_path)
-    for name in (module.SOURCE, *module.HEADERS):
+    for name in (*module.SOURCES, *module.HEADERS):
         with (tmp_path / name).open("a") as source:
             source.write("// changed\n")
         paths.add(build_library(tmp_path, "portable"))
-    assert len(paths) == fake.runs == 8
+    assert len(paths) == fake.runs == 4 + len(module.SOURCES) + len(module.HEADERS)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
