@@ -4,6 +4,7 @@
     <cache>/conversions/<same>.lock                                 held while converting
     <cache>/conversions/<same>.partial/                             a conversion under way, or dead
 
+Beside the float32 weights lies the quantised form that they were made of (`quantised_weights`).
 The partial directory is synced and then renamed, so that a crash at any instant leaves either no
 conversion or a whole one; its remains are swept by the next process that takes the lock.
 """
@@ -26,7 +27,7 @@ from engine.progress_bars import percentages
 from engine.weight_files import DigestMemo, weight_files
 
 # Raise when a conversion of today would differ from one of before.
-VERSION = 1
+VERSION = 2
 
 # Architectures whose GGUF metadata says all that transformers' configuration needs. Others convert
 # too, but silently take the class's defaults for what llama.cpp keeps in its own source.
@@ -45,13 +46,13 @@ def converted_directory(
     digest = memo.digest(path, progress)
     folder = cache_dir / "conversions"
     target = folder / f"{digest[:32]}-{dtype}-v{VERSION}"
-    if _is_whole(target):
+    if _is_whole(target, dtype):
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{target.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be converting: wait for it
-            if not _is_whole(target):
+            if not _is_whole(target, dtype):
                 _convert_into(target, path, dtype, progress)
     except OSError as error:
         raise StartupError(
@@ -61,14 +62,17 @@ def converted_directory(
     return target
 
 
-def _is_whole(target: Path) -> bool:
+def _is_whole(target: Path, dtype: str) -> bool:
+    from engine.quantised_weights import quantised_file
+
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
     if not all((target / name).is_file() for name in names):
         return False
     try:
-        return bool(weight_files(target))
+        weight_files(target)
     except StartupError:
         return False
+    return dtype != "float32" or quantised_file(target) is not None
 
 
 def _convert_into(target: Path, path: Path, dtype: str, progress: ProgressFn) -> None:
@@ -147,10 +151,13 @@ def _write_model(header: GGUFHeader, dtype: str, directory: Path, progress: Prog
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
+    from engine.gguf_blocks import quantised_forms
+    from engine.quantised_weights import write_quantised
+
     parent, name = str(header.path.parent), header.path.name
     num_elements = sum(_product(tensor.shape) for tensor in header.tensors)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    needed = num_elements * torch_dtype.itemsize + _FREE_SPACE_MARGIN
+    needed = num_elements * torch_dtype.itemsize + header.path.stat().st_size + _FREE_SPACE_MARGIN
     if shutil.disk_usage(directory).free < needed:
         raise StartupError(
             f"converting {header.path} needs {needed >> 20} MiB in {directory.parent};"
@@ -181,8 +188,10 @@ def _write_model(header: GGUFHeader, dtype: str, directory: Path, progress: Prog
             f" ({lost} elements over); use the model's Hugging Face directory"
         )
     model.generation_config.eos_token_id = stop_ids(header.metadata) or None
-    with percentages(lambda percent: progress("converting", 90 + percent * 0.1)):
+    with percentages(lambda percent: progress("converting", 90 + percent * 0.08)):
         model.save_pretrained(directory)
+    if dtype == "float32":  # a narrower one has rounded the values: no form is exact
+        write_quantised(directory, dict(quantised_forms(header, model)))
     return int(model.config.max_position_embeddings)
 
 

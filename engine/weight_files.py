@@ -50,11 +50,12 @@ def weight_files(directory: Path) -> list[Path]:
         )
     files = [directory / name for name in names]
     for path in files:
-        _check_length(path)
+        check_length(path)
     return files
 
 
-def _check_length(path: Path) -> None:
+def check_length(path: Path) -> None:
+    """Raise StartupError unless `path` is a safetensors file of the length its header says."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

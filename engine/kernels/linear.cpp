@@ -20,13 +20,26 @@
 namespace ow {
 namespace {
 
-constexpr int ROWS = 192;                  // of a task: a multiple of MR
-constexpr int DEPTH = 4096 / PANEL;        // of a piece of a panel: 16 KiB of float32
-constexpr int PANELS = 4;                  // of a task over many rows
-constexpr int64_t SERIAL_MACS = 1 << 15;   // less work than this is not worth waking threads
+constexpr int ROWS = 144;            // of a task: a multiple of MR; what they read stays in L2
+constexpr int DEPTH = 6144 / PANEL;  // of a piece of a panel: 24 KiB of float32
+constexpr int PANELS = 4;            // of a task over many rows
+constexpr int AHEAD = 1024;          // bytes that a stream is fetched before it is read
+constexpr int64_t SERIAL_MACS = 1 << 15;  // less work than this is not worth waking threads
 static_assert(ROWS % MR == 0 && DEPTH % QUANT_GROUP == 0, "tasks are made of whole blocks");
 
 thread_local Slab slab;
+
+// A piece of a panel; at each step a little more of the next one is fetched. Left to themselves the
+// reading of a piece and the passes of the rows over it would take turns.
+struct Approached {
+  const float* base;
+  const char* ahead;
+  int64_t step;
+  const float* operator()(int k) const {
+    __builtin_prefetch(ahead + k * step, 0, 2);
+    return base + k * PANEL;
+  }
+};
 
 // Panels that M rows pass over together: enough independent sums to hide their latency.
 template <class Group, int M>
@@ -42,7 +55,11 @@ inline void stream(const char* panels, int64_t panel_bytes, int depth, const flo
   Group group[N];
   for (int k = 0; k < depth; k += Group::GROUP, panels += Group::GROUP_BYTES) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) group[n].open(panels + n * panel_bytes);
+    for (int n = 0; n < N; ++n) {
+      const char* from = panels + n * panel_bytes;
+      for (int at = 0; at < Group::GROUP_BYTES; at += 64) __builtin_prefetch(from + AHEAD + at);
+      group[n].open(from);
+    }
     for (int run = 0; run < Group::GROUP; run += Group::RUN) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) group[n].fetch(run);
@@ -255,23 +272,39 @@ class Linear {
   }
 
   void multiply(int rows, int panels, const char* from, const float* own, const Scratch& s) const {
-    float one[ROWS];
-    std::fill_n(one, rows, 1.0f);
     const int pieces = (a.num_inputs + DEPTH - 1) / DEPTH;
     const int deep = round_up((a.num_inputs + pieces - 1) / pieces, QUANT_GROUP);
     for (int k = 0; k < a.num_inputs; k += deep) {
       const int depth = std::min(deep, a.num_inputs - k);
       for (int p = 0; p < panels; ++p) {
         const char* piece = from + p * panel_bytes + bytes_of(k);
+        const char* next = piece + panel_bytes;
+        if (p + 1 == panels) next = from + bytes_of(k + depth < a.num_inputs ? k + depth : 0);
         if (format.expand) format.expand(piece, depth, s.expanded);
-        const Panel values{format.expand ? s.expanded : reinterpret_cast<const float*>(piece)};
-        float* sums = s.sums + p * PANEL;
-        if (k == 0) {
-          column_block<false>(rows, depth, own, ldx, values, sums, panels * PANEL, one);
-        } else {
-          column_block<true>(rows, depth, own + k, ldx, values, sums, panels * PANEL, one);
-        }
+        const float* values = format.expand ? s.expanded : reinterpret_cast<const float*>(piece);
+        pass(rows, depth, own + k, values, k > 0, next, s.sums + p * PANEL, panels * PANEL);
       }
+    }
+  }
+
+  // All rows over one piece of a panel, while the next piece is brought near.
+  void pass(int rows, int depth, const float* own, const float* values, bool further,
+            const char* next, float* sums, int64_t ld) const {
+    float one[MR];
+    std::fill_n(one, MR, 1.0f);
+    const int blocks = (rows + MR - 1) / MR;
+    const int64_t step = (bytes_of(depth) + blocks * depth - 1) / (blocks * depth);
+    for (int i = 0, row = 0; i < blocks; ++i) {
+      const int count = (rows - row) / (blocks - i);
+      const Approached b{values, next + i * depth * step, step};
+      const float* x = own + row * ldx;
+      float* c = sums + row * ld;
+      if (further) {
+        column_block<true>(count, depth, x, ldx, b, c, ld, one);
+      } else {
+        column_block<false>(count, depth, x, ldx, b, c, ld, one);
+      }
+      row += count;
     }
   }
 
