@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from engine.attention import check_window, refuse_unknown
 from engine.kernels import Kernels
+from engine.kernels.decoder_layer import DecoderLayer, LayerNorms
 from engine.kernels.layer_ops import Activation, LayerOps, Norm
+from engine.packed_model import PackedLinear
 from engine.paged_batch import GroupedBatch, PagedBatch
 
 # Makes one module of linear layers with the same inputs: their outputs, side by side.
@@ -67,15 +69,12 @@ class LayerParts:
     """A decoder layer as it was read off transformers' module."""
 
     index: int
+    head_dim: int
     scaling: float  # of the scores
     window: int | None
     softcap: float | None
     activation: Activation
-    before_attention: Norm
-    after_attention: Norm | None
-    before_mlp: Norm
-    after_mlp: Norm | None
-    head_norms: tuple[Norm, Norm] | None  # of each query, of each key
+    norms: LayerNorms
     qkv: Sequence[nn.Linear]
     attention_out: nn.Linear
     gate_up: Sequence[nn.Linear]
@@ -120,13 +119,26 @@ class FusedLayer(nn.Module):
         self.down = join([parts.down])
         self._index, self._window, self._softcap = parts.index, parts.window, parts.softcap
         self._scaling, self._activation = parts.scaling, parts.activation
-        self._before_attention, self._after_attention = (
-            parts.before_attention,
-            parts.after_attention,
-        )
-        self._before_mlp, self._after_mlp = parts.before_mlp, parts.after_mlp
-        self._head_norms = parts.head_norms
+        self._norms = parts.norms
         self._kernels, self._ops = kernels, ops
+        self._whole = self._as_one_call(parts.head_dim)
+
+    def _as_one_call(self, head_dim: int) -> DecoderLayer | None:
+        """The layer without a return to Python inside, where all its weights are packed."""
+        products = (self.qkv, self.attention_out, self.gate_up, self.down)
+        weights = [product.packed for product in products if isinstance(product, PackedLinear)]
+        if len(weights) < len(products):
+            return None
+        return DecoderLayer(
+            self._kernels,
+            weights,
+            self._norms,
+            activation=self._activation,
+            head_dim=head_dim,
+            scaling=self._scaling,
+            window=self._window,
+            softcap=self._softcap,
+        )
 
     def forward(
         self,
@@ -143,13 +155,19 @@ class FusedLayer(nn.Module):
         fit the pool.
         """
         refuse_unknown(kwargs, attention_mask)
-        ops = self._ops
         batch, place = paged.at(self._index)
         check_window(batch, self._index, self._window)
-        x = hidden_states[0]
-        qkv = self.qkv(ops.rms_norm(x, self._before_attention))
-        cos, sin = position_embeddings
-        query = ops.rotary_and_write(qkv, cos[0], sin[0], batch, place, norms=self._head_norms)
+        x, (cos, sin) = hidden_states[0], position_embeddings
+        if self._whole is not None:
+            return self._whole(x, cos[0], sin[0], batch, place)[None]
+        return self._in_parts(x, cos[0], sin[0], batch, place)[None]
+
+    def _in_parts(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: PagedBatch, place: int
+    ) -> Tensor:
+        ops, norms = self._ops, self._norms
+        qkv = self.qkv(ops.rms_norm(x, norms.before_attention))
+        query = ops.rotary_and_write(qkv, cos, sin, batch, place, norms=norms.heads)
         attended = self._kernels.attend(
             query.transpose(0, 1)[None],
             batch,
@@ -159,13 +177,13 @@ class FusedLayer(nn.Module):
             softcap=self._softcap,
         )
         y = self.attention_out(attended.view(x.shape[0], -1))
-        if self._after_attention is not None:
-            y = ops.rms_norm(y, self._after_attention)
-        y, x = ops.add_rms_norm(y, x, self._before_mlp)
+        if norms.after_attention is not None:
+            y = ops.rms_norm(y, norms.after_attention)
+        y, x = ops.add_rms_norm(y, x, norms.before_mlp)
         y = self.down(ops.gate_mul(self.gate_up(y), self._activation))
-        if self._after_mlp is not None:
-            y = ops.rms_norm(y, self._after_mlp)
-        return (x + y)[None]
+        if norms.after_mlp is not None:
+            y = ops.rms_norm(y, norms.after_mlp)
+        return x + y
 
 
 class FusedNorm(nn.Module):
@@ -250,18 +268,23 @@ def read_layer(layer: nn.Module, family: _Family) -> LayerParts | None:
     window = attention.sliding_window if family.layer_windows else None
     if family.config_window:
         window = getattr(attention.config, "sliding_window", None)
-    before, after = norms[0], norms[1]
+    first, second, *inner = norms
+    try:
+        layer_norms = (
+            LayerNorms(first, inner[0], second, inner[1], head_norms)
+            if family.gemma
+            else LayerNorms(first, second, None, None, head_norms)
+        )
+    except ValueError:  # of differing eps
+        return None
     return LayerParts(
         index=attention.layer_idx,
+        head_dim=attention.head_dim,
         scaling=attention.scaling,
         window=window,
         softcap=attention.attn_logit_softcapping if family.softcap else None,
         activation=activation,
-        before_attention=before,
-        after_attention=after if family.gemma else None,
-        before_mlp=norms[2] if family.gemma else after,
-        after_mlp=norms[3] if family.gemma else None,
-        head_norms=head_norms,
+        norms=layer_norms,
         qkv=qkv,
         attention_out=out[0],
         gate_up=gate_up,

@@ -139,6 +139,7 @@ void norm(const OwNorm& a) {
         store(total + d, load(residual + d, count) + load(x + d, count), count);
       });
       x = total;
+      if (!a.weight) return;
     }
     normalise(x, sum_of_squares(x, width), scale, static_cast<T*>(a.out) + row * width, width);
   });

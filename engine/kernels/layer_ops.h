@@ -15,9 +15,9 @@ extern "C" {
 struct OwNorm {
   const void* x;         // [row, width]
   const void* residual;  // [row, width], added to x first; or null
-  void* sum;             // [row, width]: x + residual, rounded; unused without residual
+  void* sum;             // [row, width]: x + residual, rounded; null without residual
   void* out;             // [row, width]
-  const float* weight;   // [width]
+  const float* weight;   // [width]; null: the sum alone
   int64_t num_rows;
   int32_t width, dtype;
   float eps;

@@ -48,8 +48,9 @@ def cache_for(model: Any, num_blocks: int) -> KVCache:
     config = model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv = KVCache(num_blocks, KVLayout(config.num_hidden_layers, heads, head_dim, 4, "float32"))
-    kv.pool.view(torch.float32).fill_(float("nan"))
+    dtype = str(model.dtype).removeprefix("torch.")
+    kv = KVCache(num_blocks, KVLayout(config.num_hidden_layers, heads, head_dim, 4, dtype))
+    kv.pool.view(kv.dtype).fill_(float("nan"))
     return kv
 
 
