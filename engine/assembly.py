@@ -240,8 +240,8 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     import torch  # the heaviest import; it belongs to this thread like everything torch does
 
     from engine import attention
+    from engine.compute_path import use_kernels
     from engine.draft_loading import build_model_drafter, divide_kv_memory, load_draft_model
-    from engine.fused_layers import fuse_layers
     from engine.kernels import load_kernels
     from engine.kv_cache import KVCache
     from engine.model_loader import load_model
@@ -263,9 +263,8 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
             token_bytes = len(groups) * layout.token_bytes
             kv_memory, draft_memory = divide_kv_memory(kv_memory, token_bytes, draft.token_bytes)
     num_blocks = _num_blocks(config, kv_memory, layout.block_bytes, groups)
+    use_kernels(loaded.model, kernels)
     device = next(loaded.model.parameters()).device
-    if kernels is not None and device.type == "cpu":
-        fuse_layers(loaded.model, kernels)
     cache = KVCache(num_blocks, layout, device)
     runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)
     drafter = None

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.block_hash import kv_fingerprint
+from engine.compute_path import use_kernels
 from engine.config import EngineConfig
 from engine.draft_model import ModelDrafter
 from engine.drafter_loader import draft_model_of
 from engine.errors import StartupError
-from engine.fused_layers import fuse_layers
 from engine.kernels import Kernels
 from engine.kv_cache import KVCache
 from engine.kv_cache_manager import KVCacheManager
@@ -88,8 +88,7 @@ def build_model_drafter(
     num_blocks = _num_blocks(config, draft, kv_memory)
     device = next(draft.loaded.model.parameters()).device
     vocab_size = min(info.vocab_size, target.vocab_size)
-    if kernels is not None and device.type == "cpu":
-        fuse_layers(draft.loaded.model, kernels)
+    use_kernels(draft.loaded.model, kernels)
     cache = KVCache(num_blocks, draft.layout, device)
     runner = ModelRunner(draft.loaded.model, cache, kernels, vocab_size, draft.groups)
     progress("draft model: self-test", 0.0)

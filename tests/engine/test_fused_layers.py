@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from engine.attention import NAME, register
+from engine.compute_path import use_kernels
 from engine.fused_layers import FusedLayer, FusedNorm, fuse_layers
 from engine.kernels import Kernels, load_kernels
-from engine.packed_model import LinearPacker
 from tests.engine.test_attention import Sequences
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -55,13 +55,12 @@ def load(directories: Callable[[str], Path]) -> Callable[..., Any]:
     return model
 
 
-def fuse(model: Any, kernels: Kernels, packed: bool) -> int:
-    """As the engine does, with packed weights or with plain linear layers."""
-    packer = LinearPacker(model, kernels) if packed else None
-    count = fuse_layers(model, kernels, packer and packer.join)
-    if packer:
-        packer.pack_rest()
-    return count
+def fuse(model: Any, kernels: Kernels, packed: bool) -> None:
+    """As the engine does, or with plain linear layers."""
+    if packed:
+        use_kernels(model, kernels)
+    else:
+        fuse_layers(model, kernels)
 
 
 TOKENS = [[3 + (29 * i + 7 * s) % 370 for i in range(n)] for s, n in enumerate((61, 9, 40))]
@@ -83,7 +82,8 @@ def test_a_family_computes_as_with_its_own_code(
 ) -> None:
     """Windows, soft caps, biases, head norms, partial weights of either kind: against eager."""
     model, eager = load(family), load(family, attention="eager")
-    assert fuse(model, kernels, packed) == NUM_LAYERS
+    fuse(model, kernels, packed)
+    assert len(model.model.layers) == NUM_LAYERS
     assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
     assert all((layer._whole is not None) is packed for layer in model.model.layers)
     computed = logits_of(model, kernels)
