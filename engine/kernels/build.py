@@ -21,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("abi.cpp", "decoder_layer.cpp", "layer_ops.cpp", "linear.cpp", "paged_attention.cpp")
-HEADERS = ("abi.h", "decoder_layer.h", "layer_ops.h", "matmul.h", "panels.h", "scratch.h", "simd.h")
+SOURCES = ("abi.cpp", "decoder.cpp", "layer_ops.cpp", "linear.cpp", "paged_attention.cpp")
+HEADERS = ("abi.h", "decoder.h", "layer_ops.h", "matmul.h", "panels.h", "scratch.h", "simd.h")
 DIGEST_BYTES = hashlib.sha256().digest_size
 COMPILE_SECONDS = 180.0
 

@@ -15,8 +15,11 @@ from transformers.activations import ACT2FN
 
 from engine.attention import NAME, register
 from engine.compute_path import use_kernels
-from engine.fused_layers import FusedLayer, FusedNorm, fuse_layers
+from engine.fused_layers import FusedDecoder, fuse_layers
 from engine.kernels import Kernels, load_kernels
+from engine.kernels.decoder import Decoder, LayerNorms, PackedLayer
+from engine.kernels.layer_ops import Activation, Norm
+from engine.kernels.packed_weight import PackedWeight
 from tests.engine.test_attention import Sequences
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -83,9 +86,9 @@ def test_a_family_computes_as_with_its_own_code(
     """Windows, soft caps, biases, head norms, partial weights of either kind: against eager."""
     model, eager = load(family), load(family, attention="eager")
     fuse(model, kernels, packed)
+    assert isinstance(model.model, FusedDecoder)
     assert len(model.model.layers) == NUM_LAYERS
-    assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
-    assert all((layer._whole is not None) is packed for layer in model.model.layers)
+    assert (model.model._whole is not None) is packed
     computed = logits_of(model, kernels)
     for ids, ours in zip(TOKENS, computed, strict=True):
         expected = eager(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
@@ -113,8 +116,7 @@ def test_whole_and_in_parts_a_layer_has_the_same_bits(
     model = load(family)
     fuse(model, kernels, packed=True)
     whole = logits_of(model, kernels)
-    for layer in model.model.layers:
-        layer._whole = None
+    model.model._whole = None
     for ours, parts in zip(whole, logits_of(model, kernels), strict=True):
         assert torch.equal(ours, parts)
 
@@ -227,19 +229,20 @@ def test_what_is_not_understood_stays(
     model = load("llama")
     change(model)
     before = list(model.modules())
-    assert fuse_layers(model, native) == 0
+    assert not fuse_layers(model, native)
     assert all(one is other for one, other in zip(model.modules(), before, strict=True))
 
 
 def test_a_family_that_is_not_known_stays(native: Kernels, load: Callable[..., Any]) -> None:
-    assert fuse_layers(load("gpt_neox"), native) == 0
+    assert not fuse_layers(load("gpt_neox"), native)
 
 
 def test_once_is_enough(native: Kernels, load: Callable[..., Any]) -> None:
     model = load("llama")
-    assert fuse_layers(model, native) == NUM_LAYERS
-    assert fuse_layers(model, native) == 0
-    assert isinstance(model.model.norm, FusedNorm)
+    assert fuse_layers(model, native)
+    decoder = model.model
+    assert not fuse_layers(model, native)
+    assert model.model is decoder
 
 
 def test_nothing_of_a_replaced_layer_stays(native: Kernels, load: Callable[..., Any]) -> None:
@@ -258,24 +261,66 @@ def test_nothing_of_a_replaced_layer_stays(native: Kernels, load: Callable[..., 
 # ------------------------------------------------------------------------------- what is refused
 
 
-def test_a_fused_layer_refuses_what_attention_would(
-    native: Kernels, load: Callable[..., Any]
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_fused_decoder_refuses_what_attention_would(
+    native: Kernels, load: Callable[..., Any], packed: bool
 ) -> None:
     model = load("llama")
-    fuse(model, native, packed=True)
-    sequences = Sequences(model, [TOKENS[1]], native)
-    layer, calls = model.model.layers[0], []
-    layer.register_forward_pre_hook(lambda *call: calls.append(call[2]), with_kwargs=True)
-    sequences.step([2])
-    hidden, given = torch.zeros(1, 2, 64), calls[0]
+    fuse(model, native, packed)
+    calls: list[Any] = []
+    hook = model.model.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+    Sequences(model, [TOKENS[1]], native).step([2])
+    hook.remove()
+    given = calls[0][2]
+    model.model(**given)
     with pytest.raises(TypeError, match="'head_mask'"):
-        layer(hidden, **given, head_mask=torch.ones(1))
+        model.model(**given, head_mask=torch.ones(1))
     with pytest.raises(ValueError, match="attention_mask"):
-        layer(hidden, **{**given, "attention_mask": torch.zeros(1)})
-    with pytest.raises(ValueError, match="rows of"):
-        layer(hidden[:, :1], **given)
-    with pytest.raises(ValueError, match="bfloat16"):
-        layer(hidden.bfloat16(), **given)
+        model.model(**{**given, "attention_mask": torch.zeros(1)})
+    for changed in ("input_ids", "position_ids"):
+        with pytest.raises(ValueError, match=r"rows|angles"):
+            model.model(**{**given, changed: given[changed][:, :1]})
     given["paged"].window = 8
     with pytest.raises(ValueError, match="layer 0 looks back to the beginning"):
-        layer(hidden, **given)
+        model.model(**given)
+
+
+def layer_of(native: Kernels, hidden: int = 32, dim: int = 8, **changes: Any) -> PackedLayer:
+    """Two heads, one of keys and values."""
+
+    def packed(outputs: int, inputs: int) -> PackedWeight:
+        return PackedWeight.pack([torch.randn(outputs, inputs)], width=native.panel_width)
+
+    def norm(width: int) -> Norm:
+        return Norm(torch.ones(width), 1e-6, False)
+
+    parts: dict[str, Any] = {
+        "qkv": packed(4 * dim, hidden),
+        "attention_out": packed(hidden, 2 * dim),
+        "gate_up": packed(48, hidden),
+        "down": packed(hidden, 24),
+        "norms": LayerNorms(norm(hidden), norm(hidden), None, None, (norm(dim), norm(dim))),
+        "activation": Activation.SILU,
+        "head_dim": dim,
+        "scaling": 1.0,
+        "window": None,
+        "softcap": None,
+    }
+    return PackedLayer(**{**parts, **changes})
+
+
+def test_weights_that_do_not_fit_together_are_refused(native: Kernels) -> None:
+    layer = layer_of(native)
+    other = layer_of(native, hidden=40)
+    for name in ("attention_out", "gate_up", "down", "norms"):
+        with pytest.raises(ValueError, match="do not fit together"):
+            layer_of(native, **{name: getattr(other, name)})
+    with pytest.raises(ValueError, match="do not fit together"):
+        layer_of(native, gate_up=layer.qkv)
+    one, two = (Norm(torch.ones(32), eps, False) for eps in (1e-6, 1e-5))
+    with pytest.raises(ValueError, match="norms of a layer differ"):
+        LayerNorms(one, two, None, None, None)
+    with pytest.raises(ValueError, match="follow on one another"):
+        Decoder(native, [layer, other])
+    with pytest.raises(ValueError, match="follow on one another"):
+        Decoder(native, [layer, layer_of(native, dim=16)])
