@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from engine.fused_layers import fuse_layers
+from engine.fused_layers import Join, fuse_layers, join_plainly
 from engine.kernels import Kernels
+from engine.mapped_files import MappedFiles
 from engine.packed_model import linear_packer
 from engine.quantised_weights import QuantisedWeight
 
@@ -25,6 +26,21 @@ def use_kernels(
     if kernels is None or next(model.parameters()).device.type != "cpu":
         return
     packer = linear_packer(model, kernels, quantised)
-    fuse_layers(model, kernels, None if packer is None else packer.join)
-    if packer is not None:
+    if packer is None:
+        fuse_layers(model, kernels, _join_and_release(MappedFiles()))
+    else:
+        fuse_layers(model, kernels, packer.join)
         packer.pack_rest()
+
+
+def _join_and_release(files: MappedFiles) -> Join:
+    """Plain linear layers; of weights that were copied no pages stay."""
+
+    def join(linears: Sequence[nn.Linear]) -> nn.Module:
+        joined = join_plainly(linears)
+        if joined is not linears[0]:
+            for linear in linears:
+                files.release(linear.weight)
+        return joined
+
+    return join

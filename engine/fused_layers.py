@@ -53,13 +53,12 @@ class FusedDecoder(nn.Module):
         super().__init__()
         self._ops = LayerOps(kernels)
         self.embed_tokens, self.rotary_emb = parts.embedding, parts.rotary
-        self.layers = nn.ModuleList(
-            FusedLayer(each, kernels, self._ops, join) for each in parts.layers
-        )
+        layers = [FusedLayer(each, kernels, self._ops, join) for each in parts.layers]
+        self.layers = nn.ModuleList(layers)
         self._parts = [(layer.index, layer.window) for layer in parts.layers]
         self._norm, self._angle_types = parts.norm, parts.angle_types
-        packed = [each for layer in self.layers if (each := layer.packed()) is not None]
-        self._whole = Decoder(kernels, packed) if len(packed) == len(self.layers) else None
+        packed = [each for layer in layers if (each := layer.packed()) is not None]
+        self._whole = Decoder(kernels, packed) if len(packed) == len(layers) else None
 
     def forward(
         self,
@@ -115,8 +114,12 @@ class FusedLayer(nn.Module):
         weights = [product.packed for product in products if isinstance(product, PackedLinear)]
         if len(weights) < len(products):
             return None
+        qkv, attention_out, gate_up, down = weights
         return PackedLayer(
-            *weights,
+            qkv,
+            attention_out,
+            gate_up,
+            down,
             norms=self._norms,
             activation=self._activation,
             head_dim=self._head_dim,
@@ -149,21 +152,21 @@ class FusedLayer(nn.Module):
         y = self.down(ops.gate_mul(self.gate_up(y), self._activation))
         if norms.after_mlp is not None:
             y = ops.rms_norm(y, norms.after_mlp)
-        return x + y
+        return x.add(y)
 
 
 def join_plainly(linears: Sequence[nn.Linear]) -> nn.Module:
     """One linear layer of all their outputs; a single one is itself."""
     if len(linears) == 1:
         return linears[0]
-    weights = [linear.weight for linear in linears]
+    weights: list[Tensor] = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
     has_bias = any(bias is not None for bias in biases)
     with torch.device("meta"):
         joined = nn.Linear(weights[0].shape[1], sum(map(len, weights)), bias=has_bias)
     joined.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
     if has_bias:
-        each = [
+        each: list[Tensor] = [
             weight.new_zeros(len(weight)) if bias is None else bias
             for weight, bias in zip(weights, biases, strict=True)
         ]

@@ -133,7 +133,7 @@ class _Modules:
         """Those of the first choice that is there, or None."""
         for names in choices:
             if all(type(self._rest.get(name)) is nn.Linear for name in names):
-                return [self._rest.pop(name) for name in names]  # type: ignore[misc]
+                return [self._rest.pop(name) for name in names]
         return None
 
     def activation(self) -> Activation | None:
