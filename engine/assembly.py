@@ -243,6 +243,7 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
     from engine.kv_cache import KVCache
     from engine.model_loader import load_model
     from engine.model_runner import ModelRunner
+    from engine.packed_model import linear_packer
 
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     attention.register()
@@ -258,6 +259,8 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
             token_bytes = len(groups) * layout.token_bytes
             kv_memory, draft_memory = divide_kv_memory(kv_memory, token_bytes, draft.token_bytes)
     num_blocks = _num_blocks(config, kv_memory, layout.block_bytes, groups)
+    if (packer := linear_packer(loaded.model, kernels)) is not None:
+        packer.pack_rest()
     device = next(loaded.model.parameters()).device
     cache = KVCache(num_blocks, layout, device)
     runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)

@@ -24,6 +24,7 @@ from engine.kv_layout import KVLayout
 from engine.model_info import ModelInfo, ProgressFn
 from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner
+from engine.packed_model import linear_packer
 from engine.self_test import check_model
 from engine.tokenizer import Tokenizer
 from offload.manager import OffloadManager
@@ -85,6 +86,8 @@ def build_model_drafter(
     num_blocks = _num_blocks(config, draft, kv_memory)
     device = next(draft.loaded.model.parameters()).device
     vocab_size = min(info.vocab_size, target.vocab_size)
+    if (packer := linear_packer(draft.loaded.model, kernels)) is not None:
+        packer.pack_rest()
     cache = KVCache(num_blocks, draft.layout, device)
     runner = ModelRunner(draft.loaded.model, cache, kernels, vocab_size, draft.groups)
     progress("draft model: self-test", 0.0)

@@ -39,6 +39,8 @@ _DTYPES = {
     Format.FLOAT16: torch.float16,
 }
 
+_QUANTISED = {"q4_1": Format.Q4_1, "q8_0": Format.Q8_0}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
@@ -89,7 +91,7 @@ class PackedWeight:
         """
         outputs = [weight.scale.shape[0] for weight in weights]
         num_groups = _same({weight.scale.shape[1] for weight in weights}, "inputs")
-        form = {"q4_1": Format.Q4_1, "q8_0": Format.Q8_0}[_same({w.kind for w in weights}, "kind")]
+        form = _QUANTISED[_same({weight.kind for weight in weights}, "kind")]
         words = 4 if form is Format.Q4_1 else 8  # of 32 bits, per group and output
         heads = 2 if form is Format.Q4_1 else 1  # of 16 bits: scale, minimum
         group = torch.zeros(
@@ -121,6 +123,12 @@ class PackedWeight:
             torch.float32,
             _stack_biases(biases, outputs),
         )
+
+    @staticmethod
+    def can_pack_quantised(weights: Sequence[QuantisedWeight]) -> bool:
+        """Whether `pack_quantised` takes them together."""
+        kinds = {weight.kind for weight in weights}
+        return len(kinds) == 1 and kinds <= _QUANTISED.keys()
 
     def dense(self) -> Tensor:
         """The weight [N, K] as it was given (a quantised one: its values in float32)."""
