@@ -23,7 +23,7 @@ namespace {
 constexpr int ROWS = 144;            // of a task: a multiple of MR; what they read stays in L2
 constexpr int DEPTH = 6144 / PANEL;  // of a piece of a panel: 24 KiB of float32
 constexpr int PANELS = 4;            // of a task over many rows
-constexpr int AHEAD = 1024;          // bytes that a stream is fetched before it is read
+constexpr int64_t AHEAD = 2048;      // bytes of a panel that are fetched before they are read
 constexpr int64_t SERIAL_MACS = 1 << 15;  // less work than this is not worth waking threads
 static_assert(ROWS % MR == 0 && DEPTH % QUANT_GROUP == 0, "tasks are made of whole blocks");
 
@@ -44,7 +44,21 @@ struct Approached {
 // Panels that M rows pass over together: enough independent sums to hide their latency.
 template <class Group, int M>
 constexpr int abreast() {
-  return std::max(1, std::min(Group::ABREAST, MR / M));
+  return std::max(1, std::min(Group::ABREAST, Group::SUMS / M));
+}
+
+// How far on what is wanted AHEAD bytes later lies: in the same panel, or in the one that will be
+// read in its place. Panels of levels are so short that the processor, left to itself, is at the
+// beginning of one most of the time.
+template <class Group>
+inline int64_t ahead_of(int64_t done, int64_t panel_bytes, int abreast) {
+  const int64_t ahead = std::min(AHEAD / Group::GROUP_BYTES * Group::GROUP_BYTES, panel_bytes);
+  return done + ahead < panel_bytes ? ahead : ahead + (abreast - 1) * panel_bytes;
+}
+
+template <int64_t Bytes>
+inline void approach(const char* from) {
+  for (int64_t at = 0; at < Bytes; at += 64) __builtin_prefetch(from + at);
 }
 
 // c[m][0..N * PANEL) = sum over k of x[m][k] * (N panels)[k], for M rows.
@@ -54,15 +68,20 @@ inline void stream(const char* panels, int64_t panel_bytes, int depth, const flo
   vf acc[N][M][2] = {};
   Group group[N];
   for (int k = 0; k < depth; k += Group::GROUP, panels += Group::GROUP_BYTES) {
+    const int64_t ahead = ahead_of<Group>(k / Group::GROUP * Group::GROUP_BYTES, panel_bytes, N);
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       const char* from = panels + n * panel_bytes;
-      for (int at = 0; at < Group::GROUP_BYTES; at += 64) __builtin_prefetch(from + AHEAD + at);
+      approach<Group::HEAD_BYTES>(from + ahead);
       group[n].open(from);
     }
     for (int run = 0; run < Group::GROUP; run += Group::RUN) {
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) group[n].fetch(run);
+      for (int n = 0; n < N; ++n) {
+        const int64_t at = Group::HEAD_BYTES + run / Group::RUN * Group::RUN_BYTES;
+        approach<Group::RUN_BYTES>(panels + n * panel_bytes + ahead + at);
+        group[n].fetch(run);
+      }
 #pragma GCC unroll 8
       for (int step = 0; step < Group::RUN; ++step) {
 #pragma GCC unroll 4
@@ -126,8 +145,8 @@ constexpr FormatCode format_code() {
 
 // In the order of abi.h.
 constexpr FormatCode FORMATS[] = {format_code<Dense<float>>(), format_code<Dense<bf16>>(),
-                                  format_code<Dense<f16>>(), format_code<Q4_1Group>(),
-                                  format_code<Q8_0Group>()};
+                                  format_code<Dense<f16>>(), format_code<Q4Group<true>>(),
+                                  format_code<Q8_0Group>(),  format_code<Q4Group<false>>()};
 
 template <class T>
 void widen(const void* from, int64_t count, float* to) {
@@ -326,7 +345,7 @@ extern "C" {
 // Returns 0, or 1 where memory for the work could not be had, or 2 for an unknown dtype or format.
 __attribute__((visibility("default"))) int ow_linear(const ow::OwLinear* args) {
   if (args->dtype < ow::FLOAT32 || args->dtype > ow::FLOAT16) return 2;
-  if (args->format < ow::FLOAT32 || args->format > ow::Q8_0) return 2;
+  if (args->format < ow::FLOAT32 || args->format > ow::Q4_0) return 2;
   return !ow::Linear(*args).run();
 }
 
