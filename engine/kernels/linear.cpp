@@ -20,12 +20,13 @@
 namespace ow {
 namespace {
 
+constexpr int FEW = 6;               // rows that are few: compiled one by one
 constexpr int ROWS = 144;            // of a task: a multiple of MR; what they read stays in L2
 constexpr int DEPTH = 6144 / PANEL;  // of a piece of a panel: 24 KiB of float32
 constexpr int PANELS = 4;            // of a task over many rows
 constexpr int64_t AHEAD = 2048;      // bytes of a panel that are fetched before they are read
 constexpr int64_t SERIAL_MACS = 1 << 15;  // less work than this is not worth waking threads
-static_assert(ROWS % MR == 0 && DEPTH % QUANT_GROUP == 0, "tasks are made of whole blocks");
+static_assert(FEW <= MR && ROWS % MR == 0 && DEPTH % QUANT_GROUP == 0, "tasks are made of whole blocks");
 
 thread_local Slab slab;
 
@@ -118,7 +119,7 @@ void stream_panels(const char* panels, int64_t panel_bytes, int count, int depth
   }
 }
 
-template <class Group, int M = MR>
+template <class Group, int M = FEW>
 void stream_rows(int rows, const char* panels, int64_t panel_bytes, int count, int depth,
                  const float* x, int64_t ldx, float* c, int64_t ldc) {
   if (rows == M) {
@@ -226,7 +227,7 @@ class Linear {
   std::atomic<int64_t> next_task{0};
   std::atomic<int32_t> next_worker{0};
 
-  bool few() const { return a.num_rows <= MR; }
+  bool few() const { return a.num_rows <= FEW; }
 
   int64_t bytes_of(int64_t depth) const { return depth / format.group * format.group_bytes; }
 
