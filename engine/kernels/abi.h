@@ -8,7 +8,7 @@ namespace ow {
 enum DType : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // How a packed weight lies in memory: see panels.h. The first three are the dtypes' numbers.
-enum Format : int32_t { Q4_1 = 3, Q8_0 = 4 };
+enum Format : int32_t { Q4_1 = 3, Q8_0 = 4, Q4_0 = 5 };
 
 // Runs a function on up to `num_threads` threads, the caller's among them: libgomp's GOMP_parallel.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned num_threads, unsigned flags);
