@@ -93,7 +93,8 @@ def compare_starts(folder: Path, num_blocks: int, pairs: int) -> None:
     for number in range(pairs):
         stores = [empty, full] if number % 2 else [full, empty]
         seconds = {store: start(store) for store in stores}
-        assert seconds[full][1] > num_blocks
+        # The few that the server reads to learn the disk's speed are empty, and dropped.
+        assert seconds[full][1] > 0.99 * num_blocks
         more.append(seconds[full][0] - seconds[empty][0])
         print(f"empty {seconds[empty][0]:.2f} s, {num_blocks} blocks {seconds[full][0]:.2f} s")
     print(f"{statistics.median(more):.2f} s more, {min(more):.2f} to {max(more):.2f}")
