@@ -160,7 +160,7 @@ def the_model_is_hooked(model: Any) -> None:
 
 
 def has_more_in_it(model: Any) -> None:
-    attention_of(model).adapter = nn.Identity()
+    attention_of(model).adapter = nn.Identity().eval()
 
 
 def has_another_product(model: Any) -> None:
@@ -171,7 +171,7 @@ def has_another_product(model: Any) -> None:
 
 
 def has_another_activation(model: Any) -> None:
-    model.model.layers[0].mlp.act_fn = ACT2FN["gelu"]
+    model.model.layers[0].mlp.act_fn = ACT2FN["gelu"].eval()
 
 
 def has_another_attention(model: Any) -> None:

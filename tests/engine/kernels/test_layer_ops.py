@@ -84,17 +84,17 @@ class Rows:
         self.qkv = torch.randn(rows, (NUM_HEADS + 2 * NUM_KV_HEADS) * dim).to(dtype)
         angles = torch.rand(rows, rotary_dim) * 6
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self.slots = torch.randperm(6 * 4)[:rows]
+        self.slots = torch.randperm(16 * 4)[:rows]
 
     def batch(self) -> PagedBatch:
         """Pages of NaN, of which the second layer of three is written."""
         dtype = str(self.qkv.dtype).removeprefix("torch.")
-        kv = KVCache(6, KVLayout(3, NUM_KV_HEADS, self.dim, 4, dtype))
+        kv = KVCache(16, KVLayout(3, NUM_KV_HEADS, self.dim, 4, dtype))
         kv.pool.view(kv.dtype).fill_(float("nan"))
         return PagedBatch(
             torch.tensor([0, self.rows], dtype=torch.int32),
             torch.tensor([self.rows], dtype=torch.int32),
-            torch.tensor([[0] * 6], dtype=torch.int32),
+            torch.tensor([[0] * 16], dtype=torch.int32),
             self.slots,
             kv,
         )
@@ -164,11 +164,11 @@ def test_gates_at_the_ends_of_the_range(ops: LayerOps, activation: Activation) -
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_alone(ops: LayerOps, dtype: torch.dtype, threads: int) -> None:
     """Among so many rows that they are shared out among threads."""
-    dim, count = 88, 260
+    dim, count = 88, 261
     before = torch.get_num_threads()
     norm, _ = norm_of(LlamaRMSNorm(dim), dtype)
     x, gate_up = torch.randn(count, dim).to(dtype), torch.randn(count, 2 * dim).to(dtype)
-    rows = Rows(dtype, dim, dim, rows=24)
+    rows = Rows(dtype, dim, dim, rows=61)
     torch.set_num_threads(threads)
     try:
         normed, total = ops.add_rms_norm(x, x.flip(0), norm)
