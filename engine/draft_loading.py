@@ -86,7 +86,7 @@ def build_model_drafter(
     num_blocks = _num_blocks(config, draft, kv_memory)
     device = next(draft.loaded.model.parameters()).device
     vocab_size = min(info.vocab_size, target.vocab_size)
-    if (packer := linear_packer(draft.loaded.model, kernels)) is not None:
+    if (packer := linear_packer(draft.loaded.model, kernels, draft.loaded.quantised)) is not None:
         packer.pack_rest()
     cache = KVCache(num_blocks, draft.layout, device)
     runner = ModelRunner(draft.loaded.model, cache, kernels, vocab_size, draft.groups)
