@@ -32,7 +32,7 @@ from offload.block_file import BlockName
 from offload.draft import Draft, charged_bytes, create_draft
 from offload.ledger import Account, Ledger
 from offload.record_io import read_record, write_all
-from offload.side_claim import SideClaims, hold_claim
+from offload.side_claim import SideClaim, SideClaims
 from offload.store_changes import (
     directory_bytes,
     rename_into_place,
@@ -55,7 +55,13 @@ from offload.store_scan import (
     remove_tree,
     scan,
 )
-from offload.store_survey import Inventory, Survey, SurveyRequest, future_bytes
+from offload.store_survey import (
+    Inventory,
+    Survey,
+    SurveyRequest,
+    future_bytes,
+    measure_store,
+)
 from offload.tier import (
     BlockKey,
     BlockMeta,
@@ -87,8 +93,7 @@ class BlockDirectory:
         self._name = fingerprint.hex()
         self._block_bytes = block_bytes
         self._capacity_bytes = capacity_bytes
-        self._side_bytes = side_bytes
-        self._claim_fd: int | None = None
+        self._claim = SideClaim(self._name, side_bytes)
         self._token = f"{os.getpid()}.{secrets.token_hex(4)}"
         # Epoch, descriptor, counter, names; never taken by the planner. After the ledger's.
         self._lock = threading.Lock()
@@ -105,7 +110,7 @@ class BlockDirectory:
                 self.unit_bytes = max(512, os.fstatvfs(self._dir_fd).f_bsize)  # of growth
                 self._ledger = Ledger(self._dir_fd, self._measure)
                 self._probe()
-                self._claim()
+                self._claim_side_bytes()
             except OSError as error:
                 raise TierOpenError(_open_message(directory, error)) from error
             opened.pop_all()
@@ -144,25 +149,15 @@ class BlockDirectory:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
-    def _claim(self) -> None:
+    def _claim_side_bytes(self) -> None:
         """Others must leave room for our side store from now on. On a full disk it has none."""
-        if not self._side_bytes:
-            return
         try:
             with self._accounting() as account:
-                self._hold_claim()
-                account.charge(self._side_bytes)  # for surveys that have looked already
+                self._claim.hold(self._dir_fd)
+                account.charge(self._claim.num_bytes)  # for surveys that have looked already
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-
-    def _hold_claim(self) -> None:
-        if not self._side_bytes:
-            return
-        fd = hold_claim(self._dir_fd, self._name, self._side_bytes)
-        if self._claim_fd is not None:
-            os.close(self._claim_fd)
-        self._claim_fd = fd
 
     def needed_bytes(self, num_tokens: int) -> int:
         """What storing a block may add at most, directories included."""
@@ -185,7 +180,7 @@ class BlockDirectory:
         fresh = self._open()
         os.dup2(fresh, self._dir_fd, inheritable=False)
         os.close(fresh)
-        self._hold_claim()
+        self._claim.hold(self._dir_fd)
 
     def store(
         self,
@@ -408,12 +403,7 @@ class BlockDirectory:
         )
 
     def _measure(self) -> int:
-        claims, total = SideClaims(self._dir_fd), 0
-        for file in scan(self._dir_fd):
-            if file.kind is Kind.SIDE:
-                claims.add(file)
-            total += future_bytes(file, self.unit_bytes)
-        return total + claims.growth
+        return measure_store(self._dir_fd, self.unit_bytes)
 
     def _remove_expired(self, file: StoreFile, before: float) -> int | None:
         """Change in directory bytes; None if it stays."""
@@ -523,9 +513,7 @@ class BlockDirectory:
             raise
 
     def close(self) -> None:
-        if self._claim_fd is not None:
-            os.close(self._claim_fd)
-            self._claim_fd = None
+        self._claim.close()
         os.close(self._dir_fd)
 
     @contextmanager

@@ -19,9 +19,29 @@ _CLAIM = f"{SIDE_SUFFIX}.claim."
 _MAX_DIGITS = 18
 
 
-def hold_claim(dir_fd: int, fingerprint: str, num_bytes: int) -> int:
-    """The descriptor that holds it until it is closed. Several processes may. Raises OSError."""
-    return open_locked(f"{fingerprint}{_CLAIM}{num_bytes}", dir_fd, fcntl.LOCK_SH)
+class SideClaim:
+    """The claim of this process for its side files; of several processes each may hold one."""
+
+    def __init__(self, fingerprint: str, num_bytes: int) -> None:
+        """0 bytes claim nothing."""
+        self.num_bytes = num_bytes
+        self._name = f"{fingerprint}{_CLAIM}{num_bytes}"
+        self._fd: int | None = None
+
+    def hold(self, dir_fd: int) -> None:
+        """Claim in the directory behind `dir_fd`, and no longer where it was before. Raises
+        OSError, and then nothing has changed."""
+        if not self.num_bytes:
+            return
+        fd = open_locked(self._name, dir_fd, fcntl.LOCK_SH)
+        self.close()
+        self._fd = fd
+
+    def close(self) -> None:
+        """Claim no longer."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 class SideClaims:

@@ -9,7 +9,8 @@ from operator import attrgetter
 from offload import block_file
 from offload.block_file import BlockName
 from offload.draft import charged_bytes
-from offload.store_scan import Kind, StoreFile
+from offload.side_claim import SideClaims
+from offload.store_scan import Kind, StoreFile, scan
 from offload.tier import BlockKey, Entry, FoundBlock, StrangerFile
 
 _MAX_STRANGERS = 8192  # eviction candidates a survey names; more come with the next
@@ -20,6 +21,17 @@ def future_bytes(file: StoreFile, unit_bytes: int) -> int:
     if file.kind is not Kind.TEMPORARY:
         return file.physical_bytes
     return max(file.physical_bytes, charged_bytes(file.size_bytes, unit_bytes))
+
+
+def measure_store(dir_fd: int, unit_bytes: int) -> int:
+    """What all that lies in the directory behind `dir_fd` occupies, or will when those who write
+    are done and side files are as large as was claimed. Raises OSError."""
+    claims, total = SideClaims(dir_fd), 0
+    for file in scan(dir_fd):
+        if file.kind is Kind.SIDE:
+            claims.add(file)
+        total += future_bytes(file, unit_bytes)
+    return total + claims.growth
 
 
 @dataclass(frozen=True, slots=True)

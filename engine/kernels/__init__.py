@@ -1,8 +1,8 @@
-"""Paged attention in C++: built once per machine, called through ctypes, optional.
+"""Paged attention and products with weights in C++: built once per machine, optional.
 
-`load_kernels(cache_dir)` gives the kernels, or None where there is no working compiler and
-nothing built before; then the plain reference serves. `python -m engine.kernels --cache-dir DIR`
-builds ahead of time.
+`load_kernels(cache_dir)` gives the kernels, called through ctypes, or None where there is no
+working compiler and nothing built before; then the plain reference and torch's own products serve.
+`python -m engine.kernels --cache-dir DIR` builds ahead of time.
 """
 
 from __future__ import annotations

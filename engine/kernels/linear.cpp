@@ -20,12 +20,13 @@
 namespace ow {
 namespace {
 
+constexpr int FEW = 6;               // rows that are few: compiled one by one
 constexpr int ROWS = 144;            // of a task: a multiple of MR; what they read stays in L2
 constexpr int DEPTH = 6144 / PANEL;  // of a piece of a panel: 24 KiB of float32
 constexpr int PANELS = 4;            // of a task over many rows
 constexpr int64_t AHEAD = 2048;      // bytes of a panel that are fetched before they are read
 constexpr int64_t SERIAL_MACS = 1 << 15;  // less work than this is not worth waking threads
-static_assert(ROWS % MR == 0 && DEPTH % QUANT_GROUP == 0, "tasks are made of whole blocks");
+static_assert(FEW <= MR && ROWS % MR == 0 && DEPTH % QUANT_GROUP == 0, "tasks are made of whole blocks");
 
 thread_local Slab slab;
 
@@ -118,7 +119,7 @@ void stream_panels(const char* panels, int64_t panel_bytes, int count, int depth
   }
 }
 
-template <class Group, int M = MR>
+template <class Group, int M = FEW>
 void stream_rows(int rows, const char* panels, int64_t panel_bytes, int count, int depth,
                  const float* x, int64_t ldx, float* c, int64_t ldc) {
   if (rows == M) {
@@ -226,20 +227,19 @@ class Linear {
   std::atomic<int64_t> next_task{0};
   std::atomic<int32_t> next_worker{0};
 
-  bool few() const { return a.num_rows <= MR; }
+  bool few() const { return a.num_rows <= FEW; }
 
   int64_t bytes_of(int64_t depth) const { return depth / format.group * format.group_bytes; }
 
-  // A task is a run of rows by a run of panels. Four for each thread, so that one that was held up
-  // does not hold up all.
+  // A task is a run of rows by a run of panels, as many for one thread as for another. Few rows have
+  // four tasks a thread, so that one that was held up does not hold up all.
   void divide(int64_t threads) {
     const int64_t row_runs = few() ? 1 : (a.num_rows + ROWS - 1) / ROWS;
     task_rows = few() ? a.num_rows : round_up((a.num_rows + row_runs - 1) / row_runs, MR);
-    const int64_t fair = num_panels * row_runs / (4 * threads);
-    task_panels = std::max<int64_t>(1, std::min<int64_t>(few() ? 64 : PANELS, fair));
-    if (few() && task_panels > format.abreast) task_panels -= task_panels % format.abreast;
-    num_columns = (num_panels + task_panels - 1) / task_panels;
-    num_tasks = row_runs * num_columns;
+    num_columns = few() ? 4 * threads : round_up((num_panels + PANELS - 1) / PANELS, threads);
+    num_columns = std::min(num_columns, num_panels);
+    task_panels = (num_panels + num_columns - 1) / num_columns;  // at most
+    num_tasks = (a.num_rows + task_rows - 1) / task_rows * num_columns;
   }
 
   void carve(Carver& c, int64_t threads) {
@@ -275,9 +275,10 @@ class Linear {
     for (;;) {
       const int64_t task = next_task.fetch_add(1);
       if (task >= num_tasks) return;
-      const int64_t row = task / num_columns * task_rows, panel = task % num_columns * task_panels;
+      const int64_t row = task / num_columns * task_rows, column = task % num_columns;
+      const int64_t panel = column * num_panels / num_columns;
       const int rows = std::min(task_rows, a.num_rows - row);
-      const int panels = std::min(task_panels, num_panels - panel);
+      const int panels = (column + 1) * num_panels / num_columns - panel;
       const char* from = static_cast<const char*>(a.panels) + panel * panel_bytes;
       const float* own = x + row * ldx;
       if (few()) {

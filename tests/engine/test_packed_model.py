@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine import packed_model
@@ -16,6 +19,7 @@ from engine.kernels import Kernels
 from engine.kernels.packed_weight import Format
 from engine.packed_model import LinearPacker, PackedLinear, describe, linear_packer
 from engine.quantised_weights import QuantisedWeight
+from tests.engine.test_mapped_files import resident
 
 
 class Model(nn.Module):
@@ -164,3 +168,15 @@ async def test_an_engine_serves_packed_layers(tiny_llama: Path, kernel_cache: Pa
         linears = [m for m in served.modules() if isinstance(m, nn.Linear | PackedLinear)]
         assert {type(linear) for linear in linears} == {PackedLinear}
         assert torch.equal(served.lm_head.weight, served.model.embed_tokens.weight)
+
+
+def test_the_pages_of_a_mapped_weight_are_given_back(kernels: Kernels, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.randn(512, 512)}, path)
+    with safe_open(path, framework="pt") as file:
+        linear = nn.Linear(512, 512, bias=False, device="meta")
+        linear.weight = nn.Parameter(file.get_tensor("weight"), requires_grad=False)
+    assert bool(linear(torch.randn(1, 512)).isfinite().all())
+    before = resident(path)
+    LinearPacker(linear, kernels).join([linear])
+    assert resident(path) <= before - linear.weight.nbytes + 2 * mmap.PAGESIZE

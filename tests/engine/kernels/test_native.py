@@ -115,6 +115,22 @@ def test_a_library_without_the_functions_is_an_os_error() -> None:
         Kernels(Path(libc), "portable")
 
 
+@pytest.mark.parametrize("change", ["longer", "more", "fewer"])
+def test_a_library_of_other_structures_is_an_os_error(
+    kernel_cache: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    path = build_library(kernel_cache, detect_variant())
+    structures = native._STRUCTURES
+    other = {
+        "longer": (*structures[:-1], ctypes.c_uint64 * 100),
+        "more": (*structures, ctypes.c_uint64),
+        "fewer": structures[:-1],
+    }[change]
+    monkeypatch.setattr(native, "_STRUCTURES", other)
+    with pytest.raises(OSError, match="otherwise"):
+        Kernels(path, detect_variant())
+
+
 def test_running_out_of_memory_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match=r"\(1\)"):
         native._check(1)
