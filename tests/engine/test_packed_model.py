@@ -20,6 +20,7 @@ from engine.kernels.packed_weight import Format
 from engine.packed_model import LinearPacker, PackedLinear, describe, linear_packer
 from engine.quantised_weights import QuantisedWeight
 from tests.engine.test_mapped_files import resident
+from tests.running_engine import running_engine
 
 
 class Model(nn.Module):
@@ -167,14 +168,17 @@ def test_where_layers_are_best_left_alone_there_is_no_packer(
 
 
 async def test_an_engine_serves_packed_layers(tiny_llama: Path, kernel_cache: Path) -> None:
-    """Its own linear layers are gone, the tied one too; the looked-up table is the loaded one."""
-    from tests.running_engine import running_engine
-
-    async with running_engine(tiny_llama, kernel_cache) as engine:
-        served: Any = engine._parts.core._runner._model
-        linears = [m for m in served.modules() if isinstance(m, nn.Linear | PackedLinear)]
-        assert {type(linear) for linear in linears} == {PackedLinear}
-        assert torch.equal(served.lm_head.weight, served.model.embed_tokens.weight)
+    """Of the model and of its draft: the tied one too; the looked-up table is the loaded one."""
+    async with running_engine(
+        tiny_llama, kernel_cache, speculative=f"draft:{tiny_llama}", speculative_tokens=3
+    ) as engine:
+        drafter: Any = engine._parts.drafter
+        served: list[Any] = [engine._parts.core._runner._model, drafter._drafter._runner._model]
+        assert served[0] is not served[1]
+        for model in served:
+            linears = [m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear)]
+            assert {type(linear) for linear in linears} == {PackedLinear}
+            assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
 def test_the_pages_of_a_mapped_weight_are_given_back(kernels: Kernels, tmp_path: Path) -> None:
