@@ -263,7 +263,7 @@ def _load(config: EngineConfig, progress: ProgressFn) -> _Model:
             token_bytes = len(groups) * layout.token_bytes
             kv_memory, draft_memory = divide_kv_memory(kv_memory, token_bytes, draft.token_bytes)
     num_blocks = _num_blocks(config, kv_memory, layout.block_bytes, groups)
-    use_kernels(loaded.model, kernels)
+    use_kernels(loaded.model, kernels, loaded.quantised)
     device = next(loaded.model.parameters()).device
     cache = KVCache(num_blocks, layout, device)
     runner = ModelRunner(loaded.model, cache, kernels, info.vocab_size, groups)

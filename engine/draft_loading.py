@@ -88,7 +88,7 @@ def build_model_drafter(
     num_blocks = _num_blocks(config, draft, kv_memory)
     device = next(draft.loaded.model.parameters()).device
     vocab_size = min(info.vocab_size, target.vocab_size)
-    use_kernels(draft.loaded.model, kernels)
+    use_kernels(draft.loaded.model, kernels, draft.loaded.quantised)
     cache = KVCache(num_blocks, draft.layout, device)
     runner = ModelRunner(draft.loaded.model, cache, kernels, vocab_size, draft.groups)
     progress("draft model: self-test", 0.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.fingerprint import model_fingerprint
 from engine.model_info import ModelInfo, ProgressFn
 from engine.model_source import ModelSource, resolve_model
 from engine.progress_bars import percentages
+from engine.quantised_weights import QuantisedWeight, read_quantised
 from engine.rope import pin_rope
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.weight_files import DigestMemo, weight_files
@@ -33,6 +35,8 @@ class LoadedModel:
     model: nn.Module
     tokenizer: Tokenizer
     info: ModelInfo
+    # Of weights of the model, bit for bit, by their names in it: to be read in their place.
+    quantised: Mapping[str, QuantisedWeight] = field(default_factory=dict)
 
 
 def resolve_device(config: EngineConfig) -> str:
@@ -99,6 +103,7 @@ def load_model(
     max_model_len = architecture.max_model_len(model_config, config.max_model_len, clip=clip_len)
     tokenizer = load_tokenizer(directory)
     digests = [memo.digest(path, progress) for path in files]
+    quantised = read_quantised(directory, memo, progress) if dtype == "float32" else {}
 
     progress("loading", 0.0)
     model = _build(directory, model_config, dtype, attention, progress)
@@ -128,7 +133,7 @@ def load_model(
             quantisation="none",
         ),
     )
-    return LoadedModel(model, tokenizer, info)
+    return LoadedModel(model, tokenizer, info, quantised)
 
 
 def _directory(

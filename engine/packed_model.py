@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.kernels import Kernels
 from engine.kernels.packed_weight import Format, PackedWeight
+from engine.kernels.panel_memory import PanelMemory
 from engine.mapped_files import MappedFiles
 from engine.model_loader import has_native_bfloat16
 from engine.quantised_weights import QuantisedWeight
@@ -62,13 +63,18 @@ class LinearPacker:
         kernels: Kernels,
         quantised: Mapping[str, QuantisedWeight] | None = None,
     ) -> None:
-        """`quantised` has weights by their names in `model`; each equals the model's own."""
+        """`quantised` has weights by their names in `model`, tied ones by the first of these; each
+        equals the model's own."""
         self._model = model
         self._kernels = kernels
         self._quantised = quantised or {}
         self._files = MappedFiles()
+        self._memory = PanelMemory()
         # A layer that was replaced must not live on here.
         self._names = WeakKeyDictionary((each, name) for name, each in model.named_modules())
+        first = {id(weight): name for name, weight in model.named_parameters()}
+        tied = model.named_parameters(remove_duplicate=False)
+        self._first_names = {name: first[id(weight)] for name, weight in tied}
 
     def join(self, linears: Sequence[nn.Linear]) -> PackedLinear:
         """One layer with the outputs of all, side by side; they have the same inputs.
@@ -79,16 +85,18 @@ class LinearPacker:
         width = self._kernels.panel_width
         quantised = self._quantised_forms(linears)
         if quantised:
-            packed = PackedWeight.pack_quantised(quantised, biases, width=width)
+            packed = PackedWeight.pack_quantised(quantised, biases, width=width, place=self._memory)
         else:
-            packed = PackedWeight.pack([linear.weight for linear in linears], biases, width=width)
+            weights = [linear.weight for linear in linears]
+            packed = PackedWeight.pack(weights, biases, width=width, place=self._memory)
         for linear in linears:
             self._files.release(linear.weight)
         return PackedLinear(packed, self._kernels)
 
     def _quantised_forms(self, linears: Sequence[nn.Linear]) -> list[QuantisedWeight]:
         """Of all, or of none; they are read together."""
-        names = [f"{self._names.get(linear)}.weight" for linear in linears]
+        weights = [f"{self._names.get(linear)}.weight" for linear in linears]
+        names = [self._first_names.get(weight, weight) for weight in weights]
         if not all(name in self._quantised for name in names):
             return []
         forms = [self._quantised[name] for name in names]

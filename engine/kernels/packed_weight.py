@@ -10,10 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from engine.kernels.panel_memory import Place, plain_memory
 
 if TYPE_CHECKING:
     from engine.quantised_weights import QuantisedWeight
@@ -31,6 +33,7 @@ class Format(enum.IntEnum):
     FLOAT16 = 2
     Q4_1 = 3
     Q8_0 = 4
+    Q4_0 = 5
 
 
 _DTYPES = {
@@ -39,7 +42,21 @@ _DTYPES = {
     Format.FLOAT16: torch.float16,
 }
 
-_QUANTISED = {"q4_1": Format.Q4_1, "q8_0": Format.Q8_0}
+_QUANTISED = {"q4_1": Format.Q4_1, "q8_0": Format.Q8_0, "q4_0": Format.Q4_0}
+
+
+class _Group(NamedTuple):
+    """What a group of one output is made of; 32 levels of n bits are n words."""
+
+    heads: int  # float16: scale, minimum
+    bits: int  # of a level
+
+    @property
+    def size(self) -> int:
+        return 2 * self.heads + 4 * self.bits
+
+
+_GROUPS = {Format.Q4_1: _Group(2, 4), Format.Q8_0: _Group(1, 8), Format.Q4_0: _Group(1, 4)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,17 +73,24 @@ class PackedWeight:
 
     @classmethod
     def pack(
-        cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), *, width: int
+        cls,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] = (),
+        *,
+        width: int,
+        place: Place = plain_memory,
     ) -> PackedWeight:
         """Pack float matrices [N_i, K] of one dtype, with a bias [N_i] for each or for none given.
 
-        `width` is `Kernels.panel_width`. Raises ValueError where they do not fit together.
+        `width` is `Kernels.panel_width`; the panels go where `place` says. Raises ValueError where
+        the matrices do not fit together.
         """
         outputs = [weight.shape[0] for weight in weights]
         num_inputs = _same({weight.shape[1] for weight in weights}, "inputs")
         dtype = _same({weight.dtype for weight in weights}, "dtype")
         form = _narrowest(weights)
-        panels = _empty_panels(sum(outputs), width, num_inputs, _DTYPES[form])
+        panels = place(-(-sum(outputs) // width) * width * num_inputs * _DTYPES[form].itemsize)
+        panels = panels.view(_DTYPES[form]).view(-1, num_inputs, width)
         first = 0
         for weight in weights:
             _scatter(weight.detach(), panels, first)
@@ -83,7 +107,12 @@ class PackedWeight:
 
     @classmethod
     def pack_quantised(
-        cls, weights: Sequence[QuantisedWeight], biases: Sequence[Tensor | None] = (), *, width: int
+        cls,
+        weights: Sequence[QuantisedWeight],
+        biases: Sequence[Tensor | None] = (),
+        *,
+        width: int,
+        place: Place = plain_memory,
     ) -> PackedWeight:
         """Pack quantised matrices of one kind; the product is that of their float32 values.
 
@@ -92,14 +121,10 @@ class PackedWeight:
         outputs = [weight.scale.shape[0] for weight in weights]
         num_groups = _same({weight.scale.shape[1] for weight in weights}, "inputs")
         form = _QUANTISED[_same({weight.kind for weight in weights}, "kind")]
-        words = 4 if form is Format.Q4_1 else 8  # of 32 bits, per group and output
-        heads = 2 if form is Format.Q4_1 else 1  # of 16 bits: scale, minimum
-        group = torch.zeros(
-            -(-sum(outputs) // width),
-            num_groups,
-            (2 * heads + 4 * words) * width,
-            dtype=torch.uint8,
-        )
+        heads, words = _GROUPS[form]
+        group_bytes = _GROUPS[form].size * width
+        group = place(-(-sum(outputs) // width) * num_groups * group_bytes)
+        group = group.view(-1, num_groups, group_bytes)
         scales = group[..., : 2 * heads * width].view(torch.float16)
         levels = group[..., 2 * heads * width :].view(torch.int32)
         first = 0
@@ -107,8 +132,8 @@ class PackedWeight:
             if weight.levels.shape[1] * weight.levels.element_size() != num_groups * words * 4:
                 raise ValueError(f"{list(weight.levels.shape)} levels for {num_groups} groups")
             parts = [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]
-            for place, part in enumerate(parts[:heads]):
-                _scatter(part, scales[..., place * width : (place + 1) * width], first)
+            for head, part in enumerate(parts[:heads]):
+                _scatter(part, scales[..., head * width : (head + 1) * width], first)
             own = weight.levels.view(torch.int32).view(-1, num_groups, words)
             for word in range(words):
                 at = levels[..., word * width : (word + 1) * width]
@@ -143,8 +168,7 @@ class PackedWeight:
 
     def _dequantised(self, count: int) -> Tensor:
         """float32 [panel, K, width]."""
-        bits = 4 if self.format is Format.Q4_1 else 8
-        heads = 2 if self.format is Format.Q4_1 else 1
+        heads, bits = _GROUPS[self.format]
         group = self.panels.view(count, self.num_inputs // QUANT_GROUP, -1)
         scale, *rest = (
             group[..., : 2 * heads * self.width]
@@ -157,6 +181,8 @@ class PackedWeight:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32)[:, None]
         levels = words.view(*group.shape[:2], bits, 1, self.width) >> shifts
         levels = levels & 15 if bits == 4 else levels.to(torch.int8)
+        if self.format is Format.Q4_0:
+            levels = levels - 8
         values = levels.float().view(*group.shape[:2], QUANT_GROUP, self.width) * scale
         if rest:
             values = values + rest[0]
@@ -184,14 +210,6 @@ def _fits(weight: Tensor, dtype: torch.dtype) -> bool:
         return False
     rows = (weight[:1], weight)  # most that do not fit show it in their first row
     return all(torch.equal(some.to(dtype).to(weight.dtype), some) for some in rows)
-
-
-def _empty_panels(num_outputs: int, width: int, depth: int, dtype: torch.dtype) -> Tensor:
-    """[panel, depth, width]; outputs behind the last are zeros."""
-    panels = torch.empty(-(-num_outputs // width), depth, width, dtype=dtype)
-    if num_outputs % width:
-        panels[-1].zero_()
-    return panels
 
 
 def _scatter(matrix: Tensor, panels: Tensor, first: int) -> None:

@@ -18,6 +18,8 @@ SHAPES = [(1, 32), (37, 96), (64, 32), (101, 800)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 30, 150, 300]  # few and many, one task and several
 FORMATS = [pytest.param(form, id=form.name.lower()) for form in Format]
 
+QUANTISED = (Format.Q4_0, Format.Q4_1, Format.Q8_0)
+
 Packed = tuple[PackedWeight, Tensor]
 
 
@@ -25,17 +27,18 @@ def quantised(kind: str, outputs: int, inputs: int, scales: Callable[..., Tensor
     groups = (outputs, inputs // 32)
     minimum = None
     if kind == "q4_1":
-        levels = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
         minimum = scales(*groups).half()
-    else:
+    if kind == "q8_0":
         levels = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    else:
+        levels = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     weight = QuantisedWeight(kind, levels, scales(*groups).half(), minimum)
     return weight, weight.dequantise()  # type: ignore[return-value]
 
 
 def packed_integers(form: Format, outputs: int, inputs: int, width: int) -> Packed:
     """A weight of small integers, which only `form` or a wider one can hold, and its values."""
-    if form in (Format.Q4_1, Format.Q8_0):
+    if form in QUANTISED:
 
         def scales(*shape: int) -> Tensor:
             return torch.randint(-3, 4, shape)
@@ -49,7 +52,7 @@ def packed_integers(form: Format, outputs: int, inputs: int, width: int) -> Pack
 
 
 def packed_floats(form: Format, outputs: int, inputs: int, width: int) -> Packed:
-    if form in (Format.Q4_1, Format.Q8_0):
+    if form in QUANTISED:
         weight, values = quantised(form.name.lower(), outputs, inputs, torch.randn)
         return PackedWeight.pack_quantised([weight], width=width), values  # type: ignore[list-item]
     dtype = {Format.BFLOAT16: torch.bfloat16, Format.FLOAT16: torch.float16}.get(form)

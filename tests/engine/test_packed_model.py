@@ -128,6 +128,13 @@ def test_a_quantised_form_is_used_by_its_name_and_gives_the_same_bits(
         assert torch.equal(one.weight, other.weight)
 
 
+def test_a_tied_layer_has_the_form_of_the_table(kernels: Kernels, model: Model) -> None:
+    form = quantised(model.lm_head)
+    joined = LinearPacker(model, kernels, {"embed.weight": form}).join([model.lm_head])
+    assert joined.packed.format is Format.Q8_0
+    assert torch.equal(joined.weight, model.embed.weight)
+
+
 def test_a_group_is_quantised_only_as_a_whole_and_of_one_kind(
     kernels: Kernels, model: Model
 ) -> None:

@@ -30,15 +30,21 @@ def test_what_was_packed_is_what_is_unpacked(width: int, dtype: torch.dtype) -> 
     assert packed.bias is None
 
 
+def q4_0(outputs: int, inputs: int) -> QuantisedWeight:
+    weight = q4(outputs, inputs)
+    return QuantisedWeight("q4_0", weight.levels, weight.scale)
+
+
 @pytest.mark.parametrize("width", [8, 16, 32])
-@pytest.mark.parametrize("make", [q4, q8])
-def test_a_quantised_weight_unpacks_into_its_values(width: int, make: type) -> None:
+@pytest.mark.parametrize(("make", "size"), [(q4, 20), (q4_0, 18), (q8, 34)])
+def test_a_quantised_weight_unpacks_into_its_values(width: int, make: type, size: int) -> None:
     torch.manual_seed(1)
     parts = [make(outputs, 96) for outputs in (3, 50, 32)]
     packed = PackedWeight.pack_quantised(parts, width=width)
-    assert torch.equal(packed.dense(), torch.cat([part.dequantise() for part in parts]))
+    values = torch.cat([part.dequantise() for part in parts])
+    assert torch.equal(packed.dense().view(torch.int32), values.view(torch.int32))
     groups = -(-85 // width) * width * 3
-    assert packed.panels.nbytes == groups * (20 if make is q4 else 34)
+    assert packed.panels.nbytes == groups * size
 
 
 def test_the_narrowest_type_that_holds_every_value_is_used() -> None:
