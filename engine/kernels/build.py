@@ -22,7 +22,16 @@ from types import MappingProxyType
 
 SOURCE_DIR = Path(__file__).parent
 SOURCES = ("abi.cpp", "decoder.cpp", "layer_ops.cpp", "linear.cpp", "paged_attention.cpp")
-HEADERS = ("abi.h", "decoder.h", "layer_ops.h", "matmul.h", "panels.h", "scratch.h", "simd.h")
+HEADERS = (
+    "abi.h",
+    "decoder.h",
+    "layer_ops.h",
+    "matmul.h",
+    "panels.h",
+    "scratch.h",
+    "simd.h",
+    "team.h",
+)
 DIGEST_BYTES = hashlib.sha256().digest_size
 COMPILE_SECONDS = 180.0
 

@@ -1,5 +1,5 @@
 // All layers of a decoder: products, attention and what lies between, one behind the other, with no
-// return to Python. Each part is the operator that Python can call by itself, so that a layer has
+// return to Python and in one parallel region. Each part is the operator that Python can call by itself, so that a layer has
 // the same bits either way.
 
 #include "decoder.h"
@@ -8,6 +8,7 @@
 
 #include "layer_ops.h"
 #include "scratch.h"
+#include "team.h"
 
 extern "C" {
 int ow_attend(const ow::OwAttention*);
@@ -167,7 +168,22 @@ class Layer {
   }
 };
 
-int decode(const OwDecoder& d) {
+struct Decoding {
+  const OwDecoder& d;
+  const Buffers& buffers;
+  int status = 0;
+
+  void run() {
+    const void* x = d.x;
+    for (int i = 0; i < d.num_layers && !status; ++i) {
+      void* out = i + 1 < d.num_layers ? buffers.between[i % 2] : d.out;
+      status = Layer(d, d.layers[i], buffers).run(x, out);
+      x = out;
+    }
+  }
+};
+
+int decode(OwDecoder d) {
   if (d.num_rows == 0 || d.num_layers == 0) return 0;
   Carver measure{nullptr};
   carve(measure, d);
@@ -175,14 +191,17 @@ int decode(const OwDecoder& d) {
   if (!memory) return 1;
   Carver carver{memory};
   const Buffers buffers = carve(carver, d);
-  const void* x = d.x;
-  for (int i = 0; i < d.num_layers; ++i) {
-    void* out = i + 1 < d.num_layers ? buffers.between[i % 2] : d.out;
-    const int status = Layer(d, d.layers[i], buffers).run(x, out);
-    if (status) return status;
-    x = out;
+  const Parallel parallel = d.parallel;
+  Decoding decoding{d, buffers};
+  if (!parallel || d.num_threads < 2) {
+    d.parallel = nullptr;
+    decoding.run();
+  } else {
+    d.parallel = Team::share;
+    Team::gather(
+        parallel, d.num_threads, [](void* self) { static_cast<Decoding*>(self)->run(); }, &decoding);
   }
-  return 0;
+  return decoding.status;
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,14 @@ def native(kernel_cache: Path) -> Kernels:
     found = load_kernels(kernel_cache)
     assert found is not None
     return found
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -133,6 +141,19 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
         alone = Sequences(model, [TOKENS[index]], kernels)
         rows = [alone.step([1])[0] for _ in TOKENS[index]]
         assert torch.equal(torch.cat(rows), together[index])
+
+
+def test_with_any_number_of_threads_a_pass_has_the_same_bits(
+    native: Kernels, load: Callable[..., Any]
+) -> None:
+    """More of them than some operators have room for, and than there are processors."""
+    model = load("qwen3")
+    fuse(model, native, packed=True)
+    expected = logits_of(model, native)
+    for threads in (2, 3, 8) * 3:
+        torch.set_num_threads(threads)
+        for ours, one in zip(logits_of(model, native), expected, strict=True):
+            assert torch.equal(ours, one)
 
 
 # ---------------------------------------------------------------------- what is left as it was
