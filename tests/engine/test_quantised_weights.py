@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
 from safetensors import safe_open
 
+from engine.gguf_blocks import quantised_forms
+from engine.gguf_file import GGUFHeader
 from engine.quantised_weights import (
     QuantisedWeight,
     quantised_file,
@@ -90,6 +93,20 @@ def test_a_conversion_keeps_the_forms_of_its_weights(architecture: str, tmp_path
         assert torch.equal(bits(form.dequantise()), bits(weights[name]))
         assert form.scale.dtype == torch.float16
         assert (form.minimum is not None) == (form.kind == "q4_1")
+
+
+def test_a_weight_that_is_not_exactly_its_form_is_left_out(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    weights = stored(convert(path, tmp_path / "cache"))
+    changed = "model.layers.1.mlp.up_proj.weight"
+    weights[changed] = torch.nextafter(weights[changed], torch.tensor(9.0))
+
+    class Model(torch.nn.Module):
+        def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+            return iter((name, torch.nn.Parameter(weight)) for name, weight in weights.items())
+
+    forms = dict(quantised_forms(GGUFHeader.read(path), Model()))
+    assert {name for name, weight in weights.items() if weight.dim() == 2} - set(forms) == {changed}
 
 
 def test_a_conversion_to_bfloat16_and_a_plain_directory_have_none(
