@@ -101,9 +101,9 @@ def _in_order(blocks: Tensor, header: GGUFHeader, tensor: GGUFTensor) -> Tensor:
     RoPE rotates into one another, row by row in turn."""
     if header.architecture != "llama" or not _HEADS_INTERLEAVED.search(tensor.name):
         return blocks
-    heads = header.metadata.get("llama.attention.head_count")
+    heads = header.metadata.get(f"{header.architecture}.attention.head_count")
     if ".attn_k." in tensor.name:
-        heads = header.metadata.get("llama.attention.head_count_kv", heads)
+        heads = header.metadata.get(f"{header.architecture}.attention.head_count_kv", heads)
     if not isinstance(heads, int) or heads < 1 or blocks.shape[0] % (2 * heads):
         return blocks
     turns = blocks.view(heads, -1, 2, *blocks.shape[1:])

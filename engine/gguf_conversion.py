@@ -27,7 +27,7 @@ from engine.progress_bars import percentages
 from engine.weight_files import DigestMemo, weight_files
 
 # Raise when a conversion of today would differ from one of before.
-VERSION = 2
+VERSION = 3
 
 # Architectures whose GGUF metadata says all that transformers' configuration needs. Others convert
 # too, but silently take the class's defaults for what llama.cpp keeps in its own source.

@@ -103,7 +103,8 @@ def load_model(
     max_model_len = architecture.max_model_len(model_config, config.max_model_len, clip=clip_len)
     tokenizer = load_tokenizer(directory)
     digests = [memo.digest(path, progress) for path in files]
-    quantised = read_quantised(directory, memo, progress) if dtype == "float32" else {}
+    exact = dtype == "float32"
+    quantised = read_quantised(directory, digests, memo, progress) if exact else {}
 
     progress("loading", 0.0)
     model = _build(directory, model_config, dtype, attention, progress)

@@ -5,10 +5,12 @@ Beside these their quantised form is kept, for kernels that are bound by reading
 where its values are the float32 ones, bit for bit, so that which of the two is read changes no sum.
 
     <model directory>/quantised-<digest of its content>.safetensors
-        <weight>.levels, <weight>.scale, <weight>.minimum (q4_1 alone), metadata {<weight>: kind}
+        <weight>.levels, <weight>.scale, <weight>.minimum (q4_1 alone)
+        metadata: {<weight>: kind}, and the digests of the float32 weights' files
 
-The digest in the name is checked before anything is believed: the model's fingerprint covers the
-float32 weights alone, so a damaged file must not stand for them.
+Both digests are checked before anything is believed: the model's fingerprint covers the float32
+weights alone, so neither a damaged file nor one that was left beside other weights, trained on from
+these, may stand for them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.model_info import ProgressFn
-from engine.weight_files import DigestMemo, check_length
+from engine.weight_files import DigestMemo, check_length, weight_files
 
 GROUP = 32  # inputs that share a scale
 KINDS = ("q4_0", "q4_1", "q8_0")
@@ -92,7 +94,8 @@ class QuantisedWeight:
 
 
 def write_quantised(directory: Path, weights: Mapping[str, QuantisedWeight]) -> Path:
-    """Write the file into `directory`, which is nobody else's yet, and return its path."""
+    """Write the file beside the float32 weights in `directory`, which is nobody else's yet; returns
+    its path."""
     tensors, kinds = {}, {}
     for name, weight in weights.items():
         kinds[name] = weight.kind
@@ -101,11 +104,16 @@ def write_quantised(directory: Path, weights: Mapping[str, QuantisedWeight]) -> 
             if tensor is not None:
                 tensors[f"{name}.{part}"] = tensor.contiguous()
     path = directory / f"{_PREFIX}new{_SUFFIX}"
+    form_of = [_digest(file) for file in weight_files(directory)]
     # One entry: the order of several is not the same in every process.
-    save_file(tensors, path, metadata={"kinds": json.dumps(kinds, sort_keys=True)})
+    told = json.dumps({"kinds": kinds, "weights": form_of}, sort_keys=True)
+    save_file(tensors, path, metadata={"overwinter": told})
+    return path.rename(directory / f"{_PREFIX}{_digest(path)[:_DIGITS]}{_SUFFIX}")
+
+
+def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return path.rename(directory / f"{_PREFIX}{digest[:_DIGITS]}{_SUFFIX}")
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def quantised_file(directory: Path) -> Path | None:
@@ -126,7 +134,9 @@ class MappedWeights(Mapping[str, QuantisedWeight]):
         open_file: Any = safe_open
         self._file = open_file(path, framework="pt")
         self._parts = set(self._file.keys())
-        self._kinds: dict[str, str] = json.loads((self._file.metadata() or {})["kinds"])
+        told = json.loads((self._file.metadata() or {})["overwinter"])
+        self._kinds: dict[str, str] = told["kinds"]
+        self.form_of: list[str] = told["weights"]  # digests of files, in the order of their names
         if not set(self._kinds.values()) <= set(KINDS):
             raise ValueError(f"{path} holds kinds unknown here")
 
@@ -148,20 +158,24 @@ class MappedWeights(Mapping[str, QuantisedWeight]):
 
 
 def read_quantised(
-    directory: Path, memo: DigestMemo, progress: ProgressFn
+    directory: Path, digests: Sequence[str], memo: DigestMemo, progress: ProgressFn
 ) -> Mapping[str, QuantisedWeight]:
     """The quantised forms of weights in a model directory, by the names of the weights.
 
-    Empty where there are none. A file that is not what was written serves as none, with a warning:
-    the float32 weights are the model. Hashing, once per file, goes to phase "hashing".
+    `digests` are those of the weights' own files, in the order of `weight_files`. Empty where there
+    are none. A file that is not what was written, or not for these weights, serves as none, with a
+    warning: the float32 weights are the model. Hashing, once, goes to phase "hashing".
     """
     path = quantised_file(directory)
     if path is None:
         return {}
     try:
-        if memo.digest(path, progress)[:_DIGITS] == path.name[len(_PREFIX) : -len(_SUFFIX)]:
-            return MappedWeights(path)
         cause: object = "its content is not what was written"
+        if memo.digest(path, progress)[:_DIGITS] == path.name[len(_PREFIX) : -len(_SUFFIX)]:
+            weights = MappedWeights(path)
+            if weights.form_of == list(digests):
+                return weights
+            cause = "the weights beside it are others"
     except (StartupError, SafetensorError, OSError, ValueError, KeyError) as error:
         cause = error
     _log.warning("%s is left aside, one stream will be slower: %s; delete it", path, cause)

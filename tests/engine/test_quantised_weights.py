@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
+from engine.gguf_blocks import quantised_forms
+from engine.gguf_file import GGUFHeader
 from engine.quantised_weights import (
     QuantisedWeight,
     quantised_file,
     read_quantised,
     write_quantised,
 )
-from engine.weight_files import DigestMemo
+from engine.weight_files import DigestMemo, weight_files
 from tests.engine.test_gguf_conversion import convert, stored
 from tests.smollm2 import smollm2_cache_dir
 from tests.tiny_gguf import HEADS, HIDDEN, LAYERS, write_gguf
@@ -28,7 +32,9 @@ Q4_0, Q4_1, Q8_0, Q5_0, F16 = map(
 
 
 def read(directory: Path) -> Mapping[str, QuantisedWeight]:
-    return read_quantised(directory, DigestMemo(directory / "memo.json"), lambda *_: None)
+    memo = DigestMemo(directory.parent / "memo.json")
+    digests = [memo.digest(file, lambda *_: None) for file in weight_files(directory)]
+    return read_quantised(directory, digests, memo, lambda *_: None)
 
 
 def bits(weight: torch.Tensor) -> torch.Tensor:
@@ -92,6 +98,20 @@ def test_a_conversion_keeps_the_forms_of_its_weights(architecture: str, tmp_path
         assert (form.minimum is not None) == (form.kind == "q4_1")
 
 
+def test_a_weight_that_is_not_exactly_its_form_is_left_out(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    weights = stored(convert(path, tmp_path / "cache"))
+    changed = "model.layers.1.mlp.up_proj.weight"
+    weights[changed] = torch.nextafter(weights[changed], torch.tensor(9.0))
+
+    class Model(torch.nn.Module):
+        def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+            return iter((name, torch.nn.Parameter(weight)) for name, weight in weights.items())
+
+    forms = dict(quantised_forms(GGUFHeader.read(path), Model()))
+    assert {name for name, weight in weights.items() if weight.dim() == 2} - set(forms) == {changed}
+
+
 def test_a_conversion_to_bfloat16_and_a_plain_directory_have_none(
     tmp_path: Path, tiny_llama: Path
 ) -> None:
@@ -100,21 +120,42 @@ def test_a_conversion_to_bfloat16_and_a_plain_directory_have_none(
     assert read(tiny_llama) == {}
 
 
+def written(directory: Path) -> Path:
+    form = QuantisedWeight("q8_0", torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 1).half())
+    save_file({"a.weight": form.dequantise()}, directory / "model.safetensors")
+    path = write_quantised(directory, {"a.weight": form})
+    assert {file.name for file in directory.iterdir()} == {"model.safetensors", path.name}
+    assert list(read(directory)) == ["a.weight"]
+    return path
+
+
+def test_a_file_beside_other_weights_is_left_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    path = written(directory)
+    save_file({"a.weight": torch.zeros(2, 32)}, directory / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        assert read(directory) == {}
+    assert f"{path} is left aside" in caplog.text
+    assert "the weights beside it are others" in caplog.text
+
+
 def test_a_file_that_is_not_what_was_written_is_left_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    form = QuantisedWeight("q8_0", torch.ones(2, 32, dtype=torch.int8), torch.ones(2, 1).half())
-    path = write_quantised(tmp_path, {"a.weight": form})
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    assert list(read(tmp_path)) == ["a.weight"]
+    directory = tmp_path / "model"
+    directory.mkdir()
+    path = written(directory)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert read(tmp_path) == {}
+        assert read(directory) == {}
     assert f"{path} is left aside" in caplog.text
     path.write_bytes(content[:-1])
-    assert quantised_file(tmp_path) is None
+    assert quantised_file(directory) is None
 
 
 def test_the_default_model_is_quantised_throughout() -> None:
