@@ -418,8 +418,13 @@ class Workload:
     async def _pass(self) -> None:
         """Let a few steps go by, or the engine fall idle."""
         until = self._steps + self.rng.randrange(1, 12)
-        while self._steps < until and any(not client.done() for client in self._clients):
+        # Not as long as a client lives: one that waits here would wait for itself.
+        while self._steps < until and self._has_work():
             await asyncio.sleep(0.001)
+
+    def _has_work(self) -> bool:
+        stats = self.engine.stats()
+        return stats.num_running + stats.num_waiting > 0
 
     async def _fault(self) -> None:
         rng = self.rng
@@ -487,14 +492,16 @@ class Workload:
         self.counts["failed blocks"] += sum(t.failed_blocks for t in stats.tiers.values())
 
     async def _check_replays(self, settings: dict[str, Any]) -> None:
-        """Where nothing is evicted, a replay hits exactly what was committed."""
+        """Where nothing is evicted, a replay hits exactly what was committed. Each under a salt of
+        its own: an earlier, longer answer to the same prompt would be found too."""
         for history in self.rng.sample(self._histories, 3):
-            prompt = history[:LONGEST_PROMPT]
+            prompt, salt = history[:LONGEST_PROMPT], f"replay {self.counts['replays']}"
             await self.references.prepare([prompt])
             params = replace(sampling_of(prompt), max_tokens=7)
-            answer = await ask(self.engine, prompt, params)
+            answer = await ask(self.engine, prompt, params, cache_salt=salt)
             assert answer.token_ids == self.references[prompt].token_ids[:7]
-            replay = await ask(self.engine, [*prompt, *answer.token_ids, 5], greedy(1))
+            again = [*prompt, *answer.token_ids, 5]
+            replay = await ask(self.engine, again, greedy(1), cache_salt=salt)
             committed = len(prompt) + 7 - 1
             assert replay.cached.total == committed // BLOCK_SIZE * BLOCK_SIZE
             self.counts["replays"] += 1
@@ -561,4 +568,4 @@ async def test_a_long_random_workload(
     two_layers: Path, kernel_cache: Path, tmp_path: Path, disk: Disk, seed: int
 ) -> None:
     counts = await play(seed, 6000, 12, (two_layers, kernel_cache, tmp_path / "kv"), disk)
-    assert counts["submitted"] > 3000
+    assert counts["submitted"] > 0.5 * int(os.environ.get("WORKLOAD_OPERATIONS", 6000))
