@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -9,8 +10,10 @@ from torch import nn
 from engine.fused_layers import Join, fuse_layers, join_plainly
 from engine.kernels import Kernels
 from engine.mapped_files import MappedFiles
-from engine.packed_model import linear_packer
+from engine.packed_model import describe, linear_packer
 from engine.quantised_weights import QuantisedWeight
+
+_log = logging.getLogger(__name__)
 
 
 def use_kernels(
@@ -31,6 +34,7 @@ def use_kernels(
     else:
         fuse_layers(model, kernels, packer.join)
         packer.pack_rest()
+        _log.info("linear layers of %s: %s", type(model).__name__, describe(model))
 
 
 def _join_and_release(files: MappedFiles) -> Join:
