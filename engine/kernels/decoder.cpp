@@ -81,6 +81,14 @@ class Layer {
   const OwGroup& group;
   OwPages pages;
 
+  // Over all rows of the pass, on all its threads.
+  template <class Args>
+  void spread(Args& args) const {
+    args.num_rows = d.num_rows;
+    args.num_threads = d.num_threads;
+    args.parallel = d.parallel;
+  }
+
   int norm_delta(const float* weight) const {
     return norm(b.delta, nullptr, nullptr, weight, b.delta);
   }
@@ -92,13 +100,11 @@ class Layer {
     args.sum = sum;
     args.out = out;
     args.weight = weight;
-    args.num_rows = d.num_rows;
     args.width = a.qkv.num_inputs;
     args.dtype = a.dtype;
     args.eps = a.eps;
     args.rounds_once = a.rounds_once;
-    args.num_threads = d.num_threads;
-    args.parallel = d.parallel;
+    spread(args);
     return ow_norm(&args);
   }
 
@@ -107,9 +113,7 @@ class Layer {
     args.out = out;
     args.x_stride = args.num_inputs;
     args.out_stride = args.num_outputs;
-    args.num_rows = d.num_rows;
-    args.num_threads = d.num_threads;
-    args.parallel = d.parallel;
+    spread(args);
     return ow_linear(&args);
   }
 
@@ -123,13 +127,11 @@ class Layer {
     args.query_norm = a.query_norm;
     args.key_norm = a.key_norm;
     args.slots = group.slots;
-    args.num_rows = d.num_rows;
     args.num_heads = a.num_heads;
     args.rotary_dim = angles.rotary_dim;
     args.eps = a.eps;
     args.rounds_once = a.rounds_once;
-    args.num_threads = d.num_threads;
-    args.parallel = d.parallel;
+    spread(args);
     return ow_rotary(&args);
   }
 
@@ -158,12 +160,10 @@ class Layer {
     OwGate args{};
     args.gate_up = b.wide;
     args.out = b.narrow;
-    args.num_rows = d.num_rows;
     args.width = a.down.num_inputs;
     args.dtype = a.dtype;
     args.activation = a.activation;
-    args.num_threads = d.num_threads;
-    args.parallel = d.parallel;
+    spread(args);
     return ow_gate(&args);
   }
 };
